@@ -1,0 +1,53 @@
+"""The exceptions that hasten raises on purpose.
+
+HastenError
+├── UserError            the caller asked for something that cannot be done; the command line exits with 2
+│   ├── ConfigError      a setting: unknown key, value out of range, settings that contradict each other
+│   ├── InputError       a file, folder, model or text that is missing, empty or malformed
+│   └── ShapeError       an operator was given shapes or dtypes that do not fit
+├── CaptureError         a block could not be captured or rewritten; the original runs instead
+└── CheckpointError      a checkpoint is damaged or incomplete
+
+A message names what was wrong, what was given, what is allowed and the nearest that works.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HastenError(Exception):
+    """Root of every exception that hasten raises on purpose."""
+
+
+class UserError(HastenError):
+    """The caller's mistake; the command line prints the message alone and exits with 2."""
+
+
+class ConfigError(UserError):
+    """A setting that does not exist, is out of range, or contradicts another."""
+
+
+class InputError(UserError):
+    """A file, folder, model or text that is missing, empty or malformed."""
+
+
+class ShapeError(UserError):
+    """An operator was given shapes or dtypes that do not fit together."""
+
+
+class CaptureError(HastenError):
+    """A block could not be captured or rewritten; carries the reason that the report prints."""
+
+
+class CheckpointError(HastenError):
+    """A checkpoint is damaged or incomplete."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """The part of a message that lists what is allowed and guesses what was meant."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(given, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"allowed: {', '.join(names) or '(none)'}{hint}"

@@ -1,0 +1,130 @@
+"""The commands `demo`, `bench train` and `bench ops`. torch is imported when one runs, not for its help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hasten.bench.contenders import CONTENDERS, DEFAULT, parse
+
+if TYPE_CHECKING:
+    from hasten.bench.report import BenchReport
+
+bench = typer.Typer(
+    name="bench",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure training or single operators against plain PyTorch.\n\n"
+    "Examples: [bold]hasten bench train --steps 10[/bold], [bold]hasten bench ops --op rms_norm[/bold]",
+)
+
+_JSON = typer.Option(
+    "--json", help="Write the report to this file; - prints it instead of the table.", metavar="FILE"
+)
+_STDOUT = Path("-")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for report.json.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two.")] = 20,
+    model: Annotated[
+        str, typer.Option(help="Another model: an id, a folder, a GGUF file, or tiny:llama.")
+    ] = "smollm2-135m",
+    batch: Annotated[str, typer.Option(help="Rows x tokens of a step.")] = "2x512",
+    data: Annotated[str, typer.Option(help="Another text: a file or a folder.")] = "python-stdlib",
+    json: Annotated[bool, typer.Option("--json", help="Print the report instead of the table.")] = False,
+) -> None:
+    """Fine-tune a real model twice on the same text, plain and with hasten, and compare.
+
+    Example: [bold]hasten demo --steps 20 --out runs/demo[/bold]
+    """
+    from hasten.bench.demo import demo as run
+    from hasten.train.screen import Screen
+
+    report, path = run(out, steps, Screen(), model=model, batch=batch, data=data)
+    _show_train(report, print_json=json)
+    typer.echo(f"report: {path}", err=True)
+    raise typer.Exit(1 if report.failed else 0)
+
+
+@bench.command()
+def train(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="smollm2-135m, a hub id, a folder, a GGUF file, tiny:FAMILY[:SETTING=N,...], random:FOLDER."
+        ),
+    ] = "smollm2-135m",
+    batch: Annotated[str, typer.Option(help="Rows x tokens of a step.")] = "2x512",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each contender in each round.")] = 10,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often the contenders take turns; medians over all.")
+    ] = 1,
+    contenders: Annotated[
+        str, typer.Option(help=f"Comma-separated, in the order they run: {', '.join(CONTENDERS)}.")
+    ] = ",".join(DEFAULT),
+    data: Annotated[str, typer.Option(help="python-stdlib, or a file or folder of text.")] = "python-stdlib",
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Constant learning rate.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    json: Annotated[Path | None, _JSON] = None,
+) -> None:
+    """Train the same model on the same tokens with each contender, in turn and in separate processes.
+
+    Example: [bold]hasten bench train --contenders eager-bf16,hasten --rounds 3 --json report.json[/bold]
+    """
+    names = parse(contenders)
+    from hasten.bench import report as reports
+    from hasten.bench.train import Settings, bench_train
+    from hasten.train.screen import Screen
+
+    if json is not None and json != _STDOUT:
+        reports.check_writable(json)
+    settings = Settings(model, batch, steps, rounds, names, data, learning_rate, seed)
+    report = bench_train(settings, Screen())
+    if json is not None and json != _STDOUT:
+        reports.save(report, json)
+    _show_train(report, print_json=json == _STDOUT)
+    raise typer.Exit(1 if report.failed else 0)
+
+
+@bench.command()
+def ops(
+    op: Annotated[str | None, typer.Option(help="Only this operator; without it, all.")] = None,
+    case: Annotated[str | None, typer.Option(help="Only this case of the operator.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time spent on each measurement.")] = 0.3,
+    json: Annotated[Path | None, _JSON] = None,
+) -> None:
+    """Time each operator against plain torch doing the same in the same dtype.
+
+    Example: [bold]hasten bench ops --op rms_norm --json ops.json[/bold]
+    """
+    from hasten.bench import ops as operators
+    from hasten.bench import report as reports
+    from hasten.train.screen import Screen
+
+    if json is not None and json != _STDOUT:
+        reports.check_writable(json)
+    report = operators.bench_ops(op, case, seconds, Screen())
+    if json is not None and json != _STDOUT:
+        operators.save(report, json)
+    if json == _STDOUT:
+        typer.echo(operators.dump(report), nl=False)
+        return
+    from rich.console import Console
+
+    Console().print(operators.render(report))
+
+
+def _show_train(report: BenchReport, *, print_json: bool) -> None:
+    from rich.console import Console
+
+    from hasten.bench import report as reports
+    from hasten.bench import table
+
+    if print_json:
+        typer.echo(reports.dump(report), nl=False)
+    else:
+        Console().print(table.render(report))

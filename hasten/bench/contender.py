@@ -1,0 +1,178 @@
+"""One contender in one process: `python -m hasten.bench.contender SPEC.json OUT.json`.
+
+Opens the model, takes the steps, continues the prompt, writes what it measured to OUT.json. On standard
+output it sends one line of JSON for each thing that happened (see `contenders.EVENT`), for a progress bar.
+
+Every contender does what a user would write: `loss = model(input_ids, labels=..., position_ids=...).loss`,
+under autocast where it is bf16, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hasten.base.errors import HastenError
+from hasten.base.files import write_atomically
+from hasten.bench.contenders import CONTENDERS, EVENT, Kind, Spec
+from hasten.bench.report import Outcome, Round
+from hasten.bench.workload import model_size, open_workload_model
+
+Emit = Callable[..., None]
+
+
+def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
+    """Runs one contender in this process.
+
+    Raises:
+        HastenError: a loss is not finite.
+        InputError: the model cannot be opened.
+    """
+    kind = CONTENDERS[spec.contender]
+    if kind.buffer_reuse:
+        from hasten.base import allocator
+
+        allocator.enable()
+    begin = time.perf_counter()
+    torch.manual_seed(spec.seed)
+    model, tokenizer = open_workload_model(spec.model, spec.seed)
+    model.train()
+    with np.load(spec.blocks_file) as blocks:
+        columns = {name: torch.from_numpy(blocks[name]) for name in blocks.files}
+    accepted = inspect.signature(model.forward).parameters
+    columns = {name: values for name, values in columns.items() if name in accepted}
+    size = model_size(model)
+    open_s, rss_open = time.perf_counter() - begin, resident_bytes()
+    emit(event="opened", seconds=open_s)
+
+    torch.manual_seed(spec.seed)
+    seconds: list[float] = []
+    losses: list[float] = []
+    peak_first = 0
+    begin = time.perf_counter()
+    # The price of preparing the model belongs to the first step.
+    forward, optimizer = _prepare(model, kind, spec)
+    for step in range(spec.steps):
+        rows = slice(step * spec.batch, (step + 1) * spec.batch)
+        batch = {name: values[rows] for name, values in columns.items()}
+        with _precision(kind, spec):
+            loss = forward(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - begin)
+        if not math.isfinite(losses[-1]):
+            raise HastenError(f"{spec.contender}: the loss of step {step + 1} is {losses[-1]}")
+        if step == 0:
+            peak_first = peak_resident_bytes()
+        emit(event="step", step=step + 1, seconds=seconds[-1], loss=losses[-1])
+        begin = time.perf_counter()
+    peak = peak_resident_bytes()
+    text = None
+    if spec.prompt is not None and tokenizer is not None:
+        emit(event="continuing")
+        text = _continue(model, tokenizer, kind, spec)
+    measured = Round(
+        open_s=open_s,
+        first_step_s=seconds[0],
+        steps_s=seconds,
+        losses=losses,
+        peak_rss_bytes=peak,
+        rss_open_bytes=rss_open,
+        peak_rss_first_step_bytes=peak_first,
+        text=text,
+    )
+    return Outcome(round=measured, size=size)
+
+
+def _prepare(model: Any, kind: Kind, spec: Spec) -> tuple[Callable[..., Any], torch.optim.Optimizer]:
+    if kind.engine == "compile":
+        return torch.compile(model), torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
+    if kind.engine == "hasten":
+        import hasten
+        from hasten.ops.adamw.optimizer import AdamW
+
+        hasten.optimize(model)
+        return model, AdamW(model.parameters(), lr=spec.learning_rate)
+    return model, torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
+
+
+def _precision(kind: Kind, spec: Spec) -> contextlib.AbstractContextManager[Any]:
+    if kind.wants_bf16 and spec.bf16:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def _continue(model: Any, tokenizer: Any, kind: Kind, spec: Spec) -> str:
+    model.eval()
+    inputs = tokenizer(spec.prompt, return_tensors="pt")
+    with torch.no_grad(), _precision(kind, spec):
+        tokens = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=spec.new_tokens,
+            do_sample=False,
+        )
+    text: str = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def peak_resident_bytes() -> int:
+    """High-water mark of this process's resident memory.
+
+    On Linux from VmHWM: `ru_maxrss` there starts at what the parent had when it forked.
+    """
+    value = _status("VmHWM")
+    if value is not None:
+        return value
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _status(field: str) -> int | None:
+    file = Path("/proc/self/status")
+    if not file.exists():
+        return None
+    for line in file.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _emit_line(**event: Any) -> None:
+    print(json.dumps({EVENT: event}), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; a failure that hasten raises on purpose is one event, any other a traceback."""
+    spec = Spec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    try:
+        result = run(spec, _emit_line)
+    except HastenError as error:
+        _emit_line(event="failed", message=str(error))
+        return 1
+    write_atomically(Path(arguments[1]), result.model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

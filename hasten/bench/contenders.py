@@ -1,0 +1,80 @@
+"""The contenders by name, and what one process is told to do.
+
+Imports no torch: the command line reads it for its help and to refuse a name that does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from hasten.base.errors import ConfigError, nearest
+
+
+class Kind(NamedTuple):
+    """How a contender differs from the others; everything else is the same for all."""
+
+    description: str
+    engine: str
+    """`eager`, `compile` (Inductor) or `hasten`."""
+    wants_bf16: bool
+    buffer_reuse: bool = False
+    """The allocator settings that hasten uses, without anything else of hasten."""
+
+
+CONTENDERS: dict[str, Kind] = {
+    "eager-fp32": Kind("plain PyTorch in fp32", "eager", False),
+    "eager-bf16": Kind("plain PyTorch under autocast to bf16, as a user finds it", "eager", True),
+    "eager-bf16-malloc": Kind("eager-bf16 with the allocator settings that hasten uses", "eager", True, True),
+    "compile-bf16": Kind("torch.compile (Inductor) under autocast to bf16", "compile", True),
+    "hasten": Kind("hasten.optimize and hasten's AdamW under autocast to bf16", "hasten", True),
+    "hasten-fp32": Kind("hasten.optimize and hasten's AdamW in fp32", "hasten", False),
+}
+
+DEFAULT = ("eager-fp32", "eager-bf16", "eager-bf16-malloc", "compile-bf16", "hasten")
+BASES = ("eager-bf16", "eager-bf16-malloc")
+"""What ratios are taken against; `eager-fp32` for the contenders in fp32."""
+
+EVENT = "hasten-bench-event"
+"""Key that marks a line of the contender's standard output as a message to whoever started it."""
+
+
+class Spec(BaseModel):
+    """One run of one contender, as JSON from the bench to the process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    contender: str
+    model: str
+    blocks_file: str
+    """`.npz` with `input_ids`, `labels`, `position_ids`, each int64 [steps * batch, sequence_tokens]."""
+    batch: int
+    steps: int
+    learning_rate: float
+    seed: int
+    bf16: bool
+    """False where the processor has no bf16 in hardware: the bf16 contenders then run in fp32."""
+    prompt: str | None = None
+    new_tokens: int = 40
+
+
+def parse(names: str | None) -> tuple[str, ...]:
+    """`"eager-bf16,hasten"` as a tuple in the given order; None gives `DEFAULT`.
+
+    Raises:
+        ConfigError: an unknown or repeated name, or none at all.
+    """
+    if names is None:
+        return DEFAULT
+    given = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not given:
+        raise ConfigError(f"contenders = {names!r}: name at least one; {nearest(names, CONTENDERS)}")
+    for name in given:
+        if name not in CONTENDERS:
+            raise ConfigError(f"unknown contender {name!r}; {nearest(name, CONTENDERS)}")
+        if given.count(name) > 1:
+            raise ConfigError(
+                f"contender {name!r} is named {given.count(name)} times in {names!r}; name it once"
+            )
+    return given

@@ -1,0 +1,271 @@
+"""`hasten bench ops`: each operator against plain torch doing the same in the same dtype.
+
+The two take turns, call by call, so that whatever else the machine does slows both. Where the outputs or the
+gradients miss the operator's error budget, no ratio is given.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hasten.base.errors import ConfigError, nearest
+from hasten.base.facts import detect
+from hasten.base.files import write_atomically
+from hasten.bench import train
+from hasten.bench.report import Limits
+from hasten.ops.cases import Case, all_cases, check_backward, check_forward
+from hasten.train.screen import Screen
+
+MIN_PAIRS = 3
+MAX_PAIRS = 2000
+
+
+class OpRow(BaseModel):
+    """One case in one dtype, forward alone or forward and backward together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    op: str
+    case: str
+    dtype: str
+    what: Literal["forward", "forward+backward"]
+    hasten_s: float
+    """Median of one call."""
+    torch_s: float
+    agree: bool
+    error: str | None = None
+    """What missed its budget, with numbers."""
+    ratio: float | None
+    """torch_s / hasten_s; null where they do not agree."""
+    bytes_per_s: float | None = None
+    """Each input read once and each output written once, over hasten_s; forward only."""
+    flops_per_s: float | None = None
+    share_of_limit: float | None = None
+    """The longer of bytes / bandwidth and flops / peak, over hasten_s; above 1 for data in cache."""
+
+
+class OpsReport(BaseModel):
+    """The report of `hasten bench ops`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_name: Literal["hasten.bench.ops/1"] = Field(default="hasten.bench.ops/1", alias="schema")
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    limits: Limits
+    rows: list[OpRow]
+    agree: bool
+
+
+def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) -> OpsReport:
+    """Times the benchmark cases of `op` (None: of every operator), `seconds` for each measurement.
+
+    Raises:
+        ConfigError: no operator or case of that name.
+    """
+    chosen = choose(all_cases(), op, case)
+    facts = detect()
+    bf16 = facts.default_dtype().value == "bf16"
+    machine = train.machine(facts)
+    limit = train.measure_limits(bf16, screen)
+    work = [(entry, dtype) for entry in chosen for dtype in entry.dtypes]
+    rows: list[OpRow] = []
+    with screen.bar("operators", len(work)) as bar:
+        for done, (entry, dtype) in enumerate(work):
+            bar.update(done, f"{entry} {_name(dtype)}")
+            rows.append(_forward(entry, dtype, seconds, limit))
+            if entry.grads:
+                rows.append(_both(entry, dtype, seconds))
+    return OpsReport(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine,
+        versions=train.versions(),
+        limits=limit,
+        rows=rows,
+        agree=all(row.agree for row in rows),
+    )
+
+
+def choose(cases: dict[str, list[Case]], op: str | None, case: str | None) -> list[Case]:
+    """The cases to time: the named one, else an operator's benchmark sizes, else its largest test case.
+
+    Raises:
+        ConfigError: no operator or case of that name.
+    """
+    if op is not None and op not in cases:
+        raise ConfigError(f"op = {op!r}: no such operator; {nearest(op, cases)}")
+    names = [op] if op is not None else sorted(cases)
+    if case is not None:
+        found = [entry for name in names for entry in cases[name] if entry.name == case]
+        if not found:
+            known = [entry.name for name in names for entry in cases[name]]
+            raise ConfigError(f"case = {case!r}: no such case of {', '.join(names)}; {nearest(case, known)}")
+        return found
+    chosen: list[Case] = []
+    for name in names:
+        large = [entry for entry in cases[name] if entry.benchmark]
+        chosen += large or [max(cases[name], key=_input_numbers)]
+    return chosen
+
+
+def render(report: OpsReport) -> RenderableType:
+    """A table for a terminal, and the errors of the rows that do not agree."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in (
+        "operator",
+        "case",
+        "dtype",
+        "pass",
+        "hasten",
+        "torch",
+        "ratio",
+        "GB/s",
+        "GFLOP/s",
+        "of limit",
+    ):
+        table.add_column(
+            heading, justify="left" if heading in ("operator", "case", "dtype", "pass") else "right"
+        )
+    for row in report.rows:
+        table.add_row(
+            row.op,
+            row.case,
+            row.dtype,
+            row.what,
+            _duration(row.hasten_s),
+            _duration(row.torch_s),
+            f"{row.ratio:.2f}x" if row.ratio is not None else "differs",
+            f"{row.bytes_per_s / 1e9:.1f}" if row.bytes_per_s else "",
+            f"{row.flops_per_s / 1e9:.0f}" if row.flops_per_s else "",
+            f"{row.share_of_limit:.0%}" if row.share_of_limit is not None else "",
+        )
+    problems = [
+        Text(f"{row.op} {row.case} {row.dtype} {row.what}: {row.error}") for row in report.rows if row.error
+    ]
+    return Group(table, *problems)
+
+
+def dump(report: OpsReport) -> str:
+    """The report as indented JSON."""
+    return json.dumps(report.model_dump(by_alias=True), indent=2, allow_nan=False) + "\n"
+
+
+def save(report: OpsReport, path: Path) -> None:
+    """Writes the report under a temporary name and renames it."""
+    write_atomically(path, dump(report))
+
+
+def interleaved(
+    first: Callable[[], object], second: Callable[[], object], seconds: float
+) -> tuple[float, float]:
+    """Median seconds of a call of each; they take turns for about `seconds` in all, at least three times."""
+    first()
+    second()
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + seconds
+    while len(times[0]) < MIN_PAIRS or (time.perf_counter() < end and len(times[0]) < MAX_PAIRS):
+        for call, kept in zip((first, second), times, strict=True):
+            begin = time.perf_counter()
+            call()
+            kept.append(time.perf_counter() - begin)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> OpRow:
+    args, kwargs = case.inputs(dtype)
+    with torch.no_grad():
+        ours, theirs = interleaved(
+            lambda: case.op(*args, **kwargs), lambda: case.yardstick(*args, **kwargs), seconds
+        )
+    error = _error(lambda: check_forward(case, dtype))
+    moved, flops = case.bytes(dtype), case.flops()
+    peak = limit.gemm_flops_per_s_by_dtype.get(_name(dtype))
+    least = moved / limit.read_bytes_per_s
+    if peak is not None:
+        least = max(least, flops / peak)
+    return OpRow(
+        op=case.operator,
+        case=case.name,
+        dtype=_name(dtype),
+        what="forward",
+        hasten_s=ours,
+        torch_s=theirs,
+        agree=error is None,
+        error=error,
+        ratio=theirs / ours if error is None else None,
+        bytes_per_s=moved / ours,
+        flops_per_s=flops / ours if flops else None,
+        share_of_limit=least / ours if peak is not None or not flops else None,
+    )
+
+
+def _both(case: Case, dtype: torch.dtype, seconds: float) -> OpRow:
+    ours, theirs = interleaved(
+        _forward_backward(case, case.op, dtype), _forward_backward(case, case.yardstick, dtype), seconds
+    )
+    error = _error(lambda: check_backward(case, dtype))
+    return OpRow(
+        op=case.operator,
+        case=case.name,
+        dtype=_name(dtype),
+        what="forward+backward",
+        hasten_s=ours,
+        torch_s=theirs,
+        agree=error is None,
+        error=error,
+        ratio=theirs / ours if error is None else None,
+    )
+
+
+def _forward_backward(case: Case, function: Callable[..., Any], dtype: torch.dtype) -> Callable[[], object]:
+    args_tuple, kwargs = case.inputs(dtype)
+    args = list(args_tuple)
+    leaves: list[Tensor] = []
+    for key in case.grads:
+        holder: Any = kwargs if isinstance(key, str) else args
+        holder[key] = holder[key].detach().requires_grad_()
+        leaves.append(holder[key])
+
+    def outputs() -> list[Tensor]:
+        found = pytree.tree_leaves(function(*args, **kwargs))
+        return [out for out in found if isinstance(out, Tensor) and out.requires_grad]
+
+    seeds: Sequence[Tensor] = [torch.ones_like(out) for out in outputs()]
+    return lambda: torch.autograd.grad(outputs(), leaves, seeds, allow_unused=True)
+
+
+def _error(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _input_numbers(case: Case) -> int:
+    args, kwargs = case.inputs(case.dtypes[0])
+    return sum(leaf.numel() for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,207 @@
+"""The report that `hasten bench train` and `hasten demo` write: `docs/formats/report.md` describes it.
+
+Everything that is printed is computed from this object, so a report on disk is the whole measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hasten.base.errors import InputError
+from hasten.base.files import write_atomically
+
+SCHEMA = "hasten.bench.train/1"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Limits(_Frozen):
+    """What this machine can do at most, measured by `hasten.bench.limits` just before the contenders ran."""
+
+    gemm_flops_per_s: float = Field(gt=0)
+    """The faster of the two entries below: the peak of the dtype that the run may use at best."""
+    gemm_flops_per_s_by_dtype: dict[str, float]
+    """Highest median rate of `torch.mm` over several shapes, a multiply-add counted as two; by dtype."""
+    read_bytes_per_s: float = Field(gt=0)
+    """Median rate at which all threads read a buffer much larger than the caches."""
+    threads: int = Field(ge=1)
+
+
+class ModelSize(_Frozen):
+    """What the arithmetic of a step depends on."""
+
+    parameters: int
+    """Each shared tensor once."""
+    product_parameters: int
+    """Of them, those that take part in matrix products: an untied embedding table does not."""
+    attention_width: int
+    """heads * head dimension, summed over the layers."""
+    sees_documents: bool
+    """The model takes `position_ids`, so a token sees its own document alone."""
+
+
+class Workload(_Frozen):
+    """What every contender does: the same weights, the same token blocks, the same learning rate."""
+
+    model: str
+    size: ModelSize
+    data: str
+    batch: int = Field(ge=1)
+    sequence_tokens: int = Field(ge=1)
+    tokens_per_step: int = Field(ge=1)
+    documents: int = Field(ge=0)
+    steps: int = Field(ge=1)
+    rounds: int = Field(ge=1)
+    learning_rate: float
+    seed: int
+    flops_per_step: float
+    """See `hasten.bench.compare.flops_per_step`."""
+    visible_keys_per_step: float
+    """Query-key pairs that the causal mask and the document boundaries leave, a head."""
+    prompt: str | None = None
+
+
+class Round(_Frozen):
+    """One process of one contender."""
+
+    open_s: float
+    """Opening the model: no part of any step."""
+    first_step_s: float
+    """From the call that prepares the model (capture, compilation) to the end of the first optimizer step."""
+    steps_s: list[float]
+    """Every step in order; the first entry is `first_step_s`."""
+    losses: list[float]
+    peak_rss_bytes: int
+    """High-water mark of the whole process after the last step."""
+    rss_open_bytes: int
+    peak_rss_first_step_bytes: int
+    text: str | None = None
+    """Greedy continuation of the prompt by the tuned model."""
+
+
+class Outcome(_Frozen):
+    """What the process of a contender hands back."""
+
+    round: Round
+    size: ModelSize
+
+
+class Contender(_Frozen):
+    """One contender over all its rounds."""
+
+    description: str
+    dtype: str
+    note: str | None = None
+    """Why it did not run as its name says, e.g. bf16 without hardware."""
+    step_s: float
+    """Median over every step but the first of each round (over all steps if there is only one)."""
+    first_step_s: float
+    """Of the first round: nothing cached before it."""
+    tokens_per_s: float
+    peak_rss_bytes: int
+    """Median over the rounds."""
+    losses: list[float]
+    repeatable: bool
+    """Every round gave bit-equal losses."""
+    flops_per_s: float
+    share_of_limit: float
+    """`flops_per_s` over the measured matrix-product peak of its dtype."""
+    text: str | None = None
+    rounds: list[Round]
+
+
+class Ratio(_Frozen):
+    """A contender against a base. Numbers above 1 are better for `speed`, below 1 for `peak_memory`."""
+
+    speed: float | None
+    """Base step time over the contender's; null where the losses do not agree."""
+    peak_memory: float
+    first_step: float
+
+
+class Agreement(_Frozen):
+    """Whether a contender's losses equal its base's within the bound for its dtype; relative numbers."""
+
+    contender: str
+    base: str
+    bound_first: float
+    bound_later: float
+    bound_mean: float
+    reason: str
+    difference_first: float
+    difference_largest: float
+    difference_mean: float
+    agree: bool
+
+
+class BenchReport(_Frozen):
+    """The whole report. `extra="forbid"`: a reader of another version fails loudly."""
+
+    schema_name: Literal["hasten.bench.train/1"] = Field(default="hasten.bench.train/1", alias="schema")
+    date: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    workload: Workload
+    limits: Limits
+    contenders: dict[str, Contender]
+    failed: dict[str, str]
+    """Contenders that did not finish, with the reason."""
+    ratios: dict[str, dict[str, Ratio]]
+    """`ratios[contender][base]`, bases `eager-bf16` and `eager-bf16-malloc` where they ran."""
+    agree: bool | None
+    """Every contender agrees with its base; null with a single contender."""
+    agreement: list[Agreement]
+
+
+def dump(report: BenchReport) -> str:
+    """The report as indented JSON, keys in the order of the classes above."""
+    return json.dumps(report.model_dump(by_alias=True), indent=2, allow_nan=False) + "\n"
+
+
+def save(report: BenchReport, path: Path) -> None:
+    """Writes the report under a temporary name and renames it: a reader never sees half a file."""
+    write_atomically(path, dump(report))
+
+
+def check_writable(path: Path) -> None:
+    """Finds out before a long run whether the report can be written: makes its folder and tries a file there.
+
+    Raises:
+        InputError: the folder cannot be made or written to; says why.
+    """
+    if path.is_dir():
+        raise InputError(
+            f"cannot write the report to {path}: it is a folder; name a file, e.g. {path / 'report.json'}"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write the report to {path}: {error.strerror}") from error
+
+
+def load(path: Path) -> BenchReport:
+    """Reads and checks a report.
+
+    Raises:
+        InputError: the file is missing, is no JSON, or does not have this schema; names the first field.
+    """
+    if not path.is_file():
+        raise InputError(f"no report at {str(path)!r}: write one with 'hasten bench train --json {path}'")
+    try:
+        return BenchReport.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InputError(
+            f"{str(path)!r} is not a report of schema {SCHEMA}: {where}: {first['msg']}"
+        ) from error

@@ -1,0 +1,183 @@
+"""What every contender works on: a model by name, and blocks of tokens written once and read by each process.
+
+Model names: `smollm2-135m`, a hub id, an HF folder or a GGUF file (see `hasten.models.open_model`);
+`tiny:FAMILY[:SETTING=VALUE,...]` for a small random model; `random:FOLDER` for random weights in the shape of
+a folder's `config.json`. The last two read bytes as tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hasten.base.errors import ConfigError, InputError, nearest
+from hasten.bench.report import ModelSize
+from hasten.train.config import DataSection
+from hasten.train.data import Order, Rows, TokenStream, load_tokens
+from hasten.train.screen import Screen
+from hasten.train.text import documents, find_source
+
+TINY, RANDOM = "tiny:", "random:"
+
+
+class Blocks(NamedTuple):
+    """The tokens of a run; every array is int64 [steps * batch, sequence_tokens]."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    position_ids: np.ndarray
+    documents: int
+    """Pieces of documents in all rows."""
+
+    def visible_keys_per_step(self, batch: int, sees_documents: bool) -> float:
+        """Query-key pairs a step that the causal mask leaves, a head: within a document, or within a row."""
+        R, S = self.input_ids.shape
+        pairs = float((self.position_ids + 1).sum()) if sees_documents else R * S * (S + 1) / 2
+        return pairs * batch / R
+
+
+def parse_batch(text: str) -> tuple[int, int]:
+    """`"2x512"` as (rows, tokens a row).
+
+    Raises:
+        ConfigError: another form, or a size below 1 x 2.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
+    if match is None or int(match[1]) < 1 or int(match[2]) < 2:
+        raise ConfigError(
+            f"batch = {text!r}: give ROWSxTOKENS with at least 1 row of 2 tokens, for example 2x512"
+        )
+    return int(match[1]), int(match[2])
+
+
+def open_workload_model(name: str, seed: int) -> tuple[Any, Any]:
+    """(model in fp32, tokenizer or None) for a model name as in the module's docstring.
+
+    Raises:
+        ConfigError: an unknown family or setting, or a family that is no causal language model.
+        InputError: the folder, file or id cannot be opened.
+    """
+    if name.startswith(TINY):
+        return _tiny(name, seed), None
+    if name.startswith(RANDOM):
+        return _random(Path(name.removeprefix(RANDOM)), seed), None
+    from hasten.models import open_model
+
+    opened = open_model(name)
+    return opened.model, opened.tokenizer
+
+
+def model_size(model: nn.Module) -> ModelSize:
+    """Counts of a transformers causal language model; shared tensors count once."""
+    import inspect
+
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    # A table of embeddings takes part in products only where the output head shares it.
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    owners = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    products = sum(
+        parameter.numel()
+        for key, parameter in parameters.items()
+        if parameter.dim() >= 2 and not (key in tables and key not in owners)
+    )
+    config: Any = model.config
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelSize(
+        parameters=sum(parameter.numel() for parameter in parameters.values()),
+        product_parameters=products,
+        attention_width=config.num_hidden_layers * heads * head_dim,
+        sees_documents="position_ids" in inspect.signature(model.forward).parameters,
+    )
+
+
+def make_blocks(
+    model_name: str, data_path: str, steps: int, batch: int, sequence_tokens: int, seed: int, screen: Screen
+) -> Blocks:
+    """Packed blocks of `data_path` for `steps` steps, in the order that `hasten train` would take them.
+
+    Text that is too short is read again from the start.
+
+    Raises:
+        InputError: the model or the text cannot be opened, or there is no text.
+    """
+    rows_wanted = steps * batch
+    data = DataSection(path=data_path, max_tokens=rows_wanted * sequence_tokens)
+    model, tokenizer = open_workload_model(model_name, seed)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and sequence_tokens > longest:
+        raise ConfigError(
+            f"batch: {sequence_tokens} tokens a row are more than the {longest} positions of {model_name}; "
+            f"allowed: 2 to {longest}"
+        )
+    stream = _bytes_as_tokens(data) if tokenizer is None else load_tokens(data, tokenizer, screen=screen)
+    rows = Rows(stream, sequence_tokens)
+    taken = rows.batch(Order(len(rows), seed).take(0, rows_wanted))
+    positions = taken.position_ids
+    if positions is None:
+        raise InputError(f"data = {data_path!r}: the text was not packed")
+    return Blocks(
+        taken.input_ids.numpy(), taken.labels.numpy(), positions.numpy(), int((positions == 0).sum().item())
+    )
+
+
+def save_blocks(blocks: Blocks, path: Path) -> None:
+    """Writes what a contender's process reads (`Spec.blocks_file`)."""
+    np.savez(path, input_ids=blocks.input_ids, labels=blocks.labels, position_ids=blocks.position_ids)
+
+
+def _tiny(name: str, seed: int) -> nn.Module:
+    from hasten.models.tiny import FAMILIES, MASKED_FAMILIES, tiny_model
+
+    family, _, settings = name.removeprefix(TINY).partition(":")
+    causal = [entry for entry in FAMILIES if entry not in MASKED_FAMILIES]
+    if family not in causal:
+        raise ConfigError(f"model = {name!r}: no family of causal language models; {nearest(family, causal)}")
+    overrides: dict[str, int] = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = setting.partition("=")
+        if not equals or not value.isdigit():
+            raise ConfigError(
+                f"model = {name!r}: {setting!r} must be SETTING=WHOLE NUMBER, e.g. hidden_size=128"
+            )
+        overrides[key] = int(value)
+    return tiny_model(family, seed, **overrides)
+
+
+def _random(folder: Path, seed: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model = '{RANDOM}{folder}': no config.json in that folder")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model.float()
+
+
+def _bytes_as_tokens(data: DataSection) -> TokenStream:
+    limit = data.max_tokens or 0
+    starts, parts, total = [], [], 0
+    for document in documents(find_source(data)):
+        starts.append(total)
+        parts.append(np.frombuffer(document.text.encode(), dtype=np.uint8))
+        total += len(parts[-1])
+        if total >= limit:
+            break
+    if not total:
+        raise InputError(f"data = {data.path!r}: no text in it")
+    tokens = np.concatenate(parts)[:limit].astype(np.uint16)
+    fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()
+    return TokenStream(tokens, np.asarray(starts, dtype=np.int64), fingerprint, total >= limit)

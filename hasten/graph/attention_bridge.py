@@ -1,0 +1,205 @@
+"""Attention of Hugging Face models, through their own two registries.
+
+The mask function turns whatever mask the model asks for into one small integer tensor: for each query the first
+visible key and the one after the last, `[batch, queries, 2]`. All limits (causal, window, padding, packed
+documents) are in it, so nothing can be lost between the two functions. A mask that is no interval stays dense.
+Registering adds a name to the registries and changes no other model; a model uses it after
+`set_attn_implementation("hasten")`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.ops.attention import ranges_from_mask
+
+NAME = "hasten"
+# Query rows of a dense mask that are looked at together: bounds the memory for long sequences.
+_MASK_ROWS = 1024
+
+
+def register() -> None:
+    """Adds the two functions under `NAME`; calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_forward)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B,Hq,Sq,D], key and value [B,Hkv,Sk,D] -> ([B,Sq,Hq,D], None), as transformers expects.
+
+    With dropout in training torch's own attention runs, since the operator has none.
+    """
+    ranges, bias, causal = None, None, False
+    if attention_mask is None:
+        asked = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        causal = bool(asked) and query.shape[2] > 1 and query.shape[2] == key.shape[2]
+    elif attention_mask.dim() == 3:
+        ranges = attention_mask
+    else:
+        bias = attention_mask[..., : key.shape[2]]
+    if position_bias is not None:
+        visible = bias if bias is not None else None if ranges is None else _visible(ranges, key.shape[2])
+        bias, ranges = _add_mask(position_bias, visible), None
+    if dropout > 0.0:
+        return _with_dropout(module, query, key, value, ranges, bias, causal, dropout, scaling, softcap), None
+    out = torch.ops.hasten.attention(
+        query, key, value, ranges, bias, s_aux, None, scaling, causal, 0, softcap or 0.0
+    )[0]  # fmt: skip
+    return out, None
+
+
+def _visible(ranges: torch.Tensor, keys: int) -> torch.Tensor:
+    """[B,Sq,2] -> bool [B,1,Sq,Sk]."""
+    position = torch.arange(keys, device=ranges.device)
+    return ((position >= ranges[..., :1]) & (position < ranges[..., 1:]))[:, None]
+
+
+def _add_mask(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, float("-inf"))
+    return bias + mask
+
+
+def _with_dropout(
+    module: nn.Module, query: Any, key: Any, value: Any, ranges: Any, bias: Any, causal: bool, dropout: float, scaling: Any, softcap: Any
+) -> torch.Tensor:
+    if softcap:
+        raise NotImplementedError(f"attention dropout {dropout} together with soft-cap {softcap}; set one of them to 0")
+    mask = _visible(ranges, key.shape[2]) if ranges is not None else bias
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Visible keys of each query, int32 [B,Sq,2]; bool [B,1,Sq,Sk] where they are no interval.
+
+    Signature and meaning of the arguments are those of `transformers.masking_utils.sdpa_mask`.
+    """
+    from transformers import masking_utils
+
+    dense = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    function = mask_function or masking_utils.causal_mask_function
+
+    def rows(start: int, count: int) -> torch.Tensor:
+        mask = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=count,
+            kv_length=kv_length,
+            q_offset=q_offset + start,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            **dense,
+        )
+        return mask.expand(batch_size, -1, -1, -1)
+
+    if torch.compiler.is_compiling():
+        return rows(0, q_length)
+    simple = _simple_ranges(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, kwargs)
+    if simple is not None:
+        return simple
+    pieces = []
+    for start in range(0, q_length, _MASK_ROWS):
+        piece = ranges_from_mask(rows(start, min(_MASK_ROWS, q_length - start)))
+        if piece is None:
+            return rows(0, q_length)
+        pieces.append(piece)
+    return torch.cat(pieces, dim=1)
+
+
+def _simple_ranges(
+    batch: int, queries: int, keys: int, q_offset: Any, kv_offset: int, function: Any, padding: Any, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Ranges without a dense mask for the two commonest cases: plain causal and plain bidirectional."""
+    from transformers import masking_utils
+
+    if padding is not None or not isinstance(q_offset, int) or kwargs.get("use_vmap"):
+        return None
+    device = kwargs.get("device") or "cpu"
+    ranges = torch.zeros(1, queries, 2, dtype=torch.int32, device=device)
+    if function is masking_utils.causal_mask_function:
+        first = q_offset - kv_offset + 1
+        ranges[0, :, 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(0, keys)
+    elif function is masking_utils.bidirectional_mask_function:
+        ranges[0, :, 1] = keys
+    else:
+        return None
+    return ranges.expand(batch, -1, -1)
+
+
+class AttentionDoor:
+    """Switches one model to the operator and back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._previous: list[tuple[Any, str]] = []
+        self.state = self._enter(model)
+
+    def _enter(self, model: nn.Module) -> str:
+        roots = _roots(model)
+        if not roots:
+            return "not a transformers model; attention inside the blocks is recognised in the graph"
+        register()
+        for root in roots:
+            configs = {id(m.config): m.config for m in root.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")}
+            before = [(config, config._attn_implementation) for config in configs.values()]
+            if any(name and name.startswith(("flash", "flex", "paged")) for _, name in before):
+                return f"left on {before[0][1]!r}, which was chosen explicitly"
+            try:
+                root.set_attn_implementation(NAME)
+            except (ValueError, NotImplementedError, KeyError) as error:
+                self._put_back(before)
+                return f"the model does not dispatch attention through transformers' registry ({error})"
+            if root.config._attn_implementation != NAME:
+                self._put_back(before)
+                return "the model does not dispatch attention through transformers' registry"
+            self._previous += before
+        return "on: the operator runs through transformers' attention and mask registries"
+
+    @staticmethod
+    def _put_back(before: list[tuple[Any, str]]) -> None:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+    def leave(self) -> None:
+        self._put_back(self._previous)
+        self._previous = []
+
+
+def _roots(model: nn.Module) -> list[Any]:
+    """The outermost transformers models inside `model` (a PEFT wrapper holds one)."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]

@@ -1,0 +1,30 @@
+"""Which modules of a model are its repeated blocks: found by structure, not by class name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_MIN_MATRICES = 2
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of the model: members of its outermost lists that hold at least two weight matrices each.
+
+    A list inside such a layer (experts of a mixture) belongs to the layer and is not looked into.
+    """
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        layers = [child for child in model.children() if _is_layer(child)]
+        if layers and len(layers) == len(list(model.children())):
+            yield from layers
+            return
+    for child in model.children():
+        yield from repeated_blocks(child)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not any(True for _ in module.children()):
+        return False
+    matrices = sum(1 for parameter in module.parameters() if parameter.dim() >= 2)
+    return matrices >= _MIN_MATRICES

@@ -1,0 +1,214 @@
+"""From Dynamo's graph to a proved, rewritten one; and how repeated blocks enter Dynamo.
+
+`Engine` belongs to one optimised model. It holds one compiled entry for each class of block, so that all layers
+of a class share their graphs: a model of 30 equal layers is captured once, and once more when a second sequence
+length comes (then with symbolic sizes). Lengths inside `Config.dynamic_shape` are symbolic from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hasten.base.config import Config
+from hasten.base.errors import CaptureError, ConfigError
+from hasten.graph.canonical import trace
+from hasten.graph.nodes import mutated_nodes
+from hasten.graph.passes import run_passes
+from hasten.graph.prove import Proved
+from hasten.graph.records import GraphRecord
+from hasten.graph.rules import Rule
+
+# Distinct graphs of one class of block: autocast on and off, training and evaluation, gradient on and off,
+# static and dynamic sizes. Beyond it Dynamo runs the original code.
+_GRAPHS_PER_BLOCK = 64
+
+
+class Engine:
+    """Compiles the blocks of one model and remembers what was done."""
+
+    def __init__(self, config: Config, user_rules: Sequence[Rule]) -> None:
+        self.config = config
+        self.user_rules = tuple(user_rules)
+        self.graphs: list[GraphRecord] = []
+        self.originals: Counter[str] = Counter()
+        self._entries: dict[Any, Callable[..., Any]] = {}
+
+    def entry(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The compiled form of an unbound forward; one for each class of block."""
+        if function not in self._entries:
+            self._entries[function] = torch.compile(
+                function,
+                backend=lambda module, examples: self.compile(module, name),
+                isolate_recompiles=True,
+                recompile_limit=_GRAPHS_PER_BLOCK,
+            )
+        return self._entries[function]
+
+    def compile(self, module: fx.GraphModule, name: str) -> Callable[..., Any]:
+        """Dynamo backend: the rewritten graph under proof, or the original where nothing could be gained."""
+        started = time.perf_counter()
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        record = GraphRecord(name, _state(module, autocast))
+        self.graphs.append(record)
+        try:
+            rewritten = self._rewrite(module, record, autocast)
+        except (CaptureError, ConfigError) as error:
+            record.runs, record.reason = "original", str(error)
+            return module.forward
+        finally:
+            record.capture_s = time.perf_counter() - started
+        if not record.operators and not record.rules:
+            record.runs, record.reason = "original", "no pattern matched"
+            return module.forward
+        return Proved(
+            module.forward,
+            rewritten.forward,
+            record,
+            autocast=autocast,
+            verify=self.config.verify,
+            measure=self.config.measure,
+            mutates=bool(mutated_nodes(rewritten.graph)),
+        )
+
+    def _rewrite(self, module: fx.GraphModule, record: GraphRecord, autocast: torch.dtype | None) -> fx.GraphModule:
+        examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
+        rewritten = trace(module, examples)
+        record.log = run_passes(rewritten, self.config.level, autocast, self.user_rules)
+        for entry in record.log:
+            if entry.level >= 1 and entry.count:
+                record.rules[entry.name] += entry.count
+        for node in rewritten.graph.nodes:
+            if node.op == "call_function" and getattr(node.target, "namespace", "") == "hasten":
+                record.operators[node.target.overloadpacket.__name__] += 1
+        return rewritten
+
+
+def _state(module: fx.GraphModule, autocast: torch.dtype | None) -> str:
+    values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+    symbolic = any(isinstance(v, torch.SymInt) for v in values)
+    largest = max((v for v in values if isinstance(v, torch.Tensor) and v.dim() >= 3), key=lambda v: v.dim(), default=None)
+    shape = "" if largest is None else " x ".join(str(d) for d in values_shape(values))
+    parts = [
+        "autocast " + str(autocast).removeprefix("torch.") if autocast is not None else "no autocast",
+        "gradients" if torch.is_grad_enabled() else "no gradients",
+        "dynamic sizes" if symbolic else f"static {shape}".strip(),
+    ]
+    return ", ".join(parts)
+
+
+def values_shape(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Shape of the first floating tensor of three dims: the hidden states."""
+    for v in values:
+        if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() == 3:
+            return tuple(v.shape)
+    return ()
+
+
+class BlockForward:
+    """Stands in `block.forward`: the compiled entry where it applies, the original code elsewhere.
+
+    It is an attribute of the instance, so other models of the same class are untouched, hooks and gradient
+    checkpointing around the block work as before, and `copy.deepcopy` copies it with its block.
+    """
+
+    def __init__(self, block: nn.Module, engine: Engine) -> None:
+        self.block, self.engine = block, engine
+        self.previous = block.__dict__.get("forward")
+        function = _without_checkpointing(type(block).forward)
+        self.__signature__ = inspect.signature(function.__get__(block))
+        self.__name__, self.__doc__ = "forward", function.__doc__
+        self._compiled = engine.entry(function, type(block).__name__)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        reason = _why_not(self.block, args, kwargs) if self.previous is None else "the block's forward was replaced before"
+        if reason:
+            self.engine.originals[reason] += 1
+            return self.original(*args, **kwargs)
+        _mark_lengths(args, kwargs, self.engine.config.dynamic_shape)
+        if _checkpoints(self.block):
+            # As transformers' own wrapper does, with the compiled block in the place of the original.
+            inner = functools.partial(self._compiled, self.block, **{**kwargs, **_no_cache(kwargs)})
+            return self.block._gradient_checkpointing_func(inner, *args)
+        return self._compiled(self.block, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+        twin = object.__new__(BlockForward)
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin.block = copy.deepcopy(self.block, memo)
+        return twin
+
+    def __reduce__(self) -> Any:
+        # A pickled model is an ordinary one: the engine holds compiled code, which does not travel.
+        return _plain_forward, (self.block,)
+
+
+def _without_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward below the wrapper that transformers puts on every subclass of `GradientCheckpointingLayer`."""
+    while function.__code__.co_name == "forward_with_checkpointing":
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return function
+
+
+def _checkpoints(block: nn.Module) -> bool:
+    return bool(
+        getattr(block, "gradient_checkpointing", False)
+        and block.training
+        and torch.is_grad_enabled()
+        and hasattr(block, "_gradient_checkpointing_func")
+    )
+
+
+def _no_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"use_cache": False} if kwargs.get("use_cache") else {}
+
+
+def _plain_forward(block: nn.Module) -> Any:
+    return type(block).forward.__get__(block)
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _why_not(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    if kwargs.get("output_attentions"):
+        return "attention weights were asked for"
+    for name, given in (*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()):
+        pieces = given if isinstance(given, (tuple, list)) else (given,)
+        for piece in pieces:
+            if not isinstance(piece, _PLAIN):
+                if "Cache" in type(piece).__name__:
+                    return "with a key-value cache"
+                return f"{name} is a {type(piece).__name__}"
+            if isinstance(piece, torch.Tensor) and type(piece) not in (torch.Tensor, nn.Parameter):
+                return f"{name} is a {type(piece).__name__}"
+    return ""
+
+
+def _mark_lengths(args: Sequence[Any], kwargs: dict[str, Any], bounds: tuple[int, int]) -> None:
+    """Tells Dynamo that the sequence length may vary, so that a second length needs no second capture."""
+    tensors = [t for given in (*args, *kwargs.values()) for t in (given if isinstance(given, (tuple, list)) else (given,))]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    hidden = next((t for t in tensors if t.is_floating_point() and t.dim() == 3), None)
+    if hidden is None or not bounds[0] <= hidden.shape[1] <= bounds[1]:
+        return
+    for tensor in tensors:
+        for dim, size in enumerate(tensor.shape):
+            if size == hidden.shape[1] and dim > 0:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)

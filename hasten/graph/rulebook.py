@@ -1,0 +1,355 @@
+"""The rules that come with hasten, as one ordered table.
+
+Level 0 unifies spellings that need more than one node; level 1 makes operators. What works inside a layer or
+across layers has a varying number of branches (three projections, two, one), so it is written as passes over the
+operators of level 1: see `hasten/graph/layer_passes.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from hasten.graph.canonical import rotate_half, rotate_pairs
+from hasten.graph.nodes import aten, is_call, rank_of, shape_of
+from hasten.graph.rules import Context, Rule
+
+hasten_ops = torch.ops.hasten
+
+
+def _rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+# --- level 0: spelling --------------------------------------------------------------------------------------
+
+
+def _gelu_tanh_power(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _gelu_tanh_product(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def _gelu_tanh_factored(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x)))
+
+
+def _gelu_erf(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def _silu_product(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _spelling() -> Iterator[Rule]:
+    def examples() -> Sequence[torch.Tensor]:
+        return [_rand(2, 3, 8)]
+
+    tanh_forms = (_gelu_tanh_power, _gelu_tanh_product, _gelu_tanh_factored)
+    for pattern in tanh_forms:
+        yield Rule(
+            "spelling.gelu_tanh", pattern, lambda x: aten.gelu.default(x, approximate="tanh"), examples, 0,
+            "the tanh approximation of GELU (Hendrycks & Gimpel 2016), multiplied out",
+        )  # fmt: skip
+    yield Rule("spelling.gelu", _gelu_erf, lambda x: aten.gelu.default(x), examples, 0, "GELU by its definition with erf")
+    yield Rule("spelling.silu", _silu_product, lambda x: aten.silu.default(x), examples, 0, "SiLU(x) = x sigmoid(x)")
+
+
+# --- level 1: norms -----------------------------------------------------------------------------------------
+
+
+def _rms_core(x: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _rms_round_first(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * _rms_core(x, eps).to(x.dtype)
+
+
+def _rms_round_last(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return (weight * _rms_core(x, eps)).to(x.dtype)
+
+
+def _rms_wide_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return (weight.to(torch.float32) * _rms_core(x, eps)).to(x.dtype)
+
+
+def _rms_offset(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return (_rms_core(x, eps) * (1.0 + weight.float())).type_as(x)
+
+
+def _rms_plain(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return _rms_core(x, eps).to(x.dtype)
+
+
+def _rms_narrow(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """T5: statistics in fp32, the product in the input's dtype."""
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return weight * (x * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def _rms_replacement(offset: float, round_first: bool) -> Callable[..., Any]:
+    def replacement(x: Any, eps: float, context: Context, weight: Any = None) -> Any:
+        return hasten_ops.rms_norm(x, weight, eps, offset, round_first, context.dtype())[0]
+
+    return replacement
+
+
+def _rms_condition(context: Context) -> str:
+    weight = context.match.inputs.get("weight")
+    if weight is not None and shape_of(weight) != shape_of(context.match.inputs["x"])[-1:]:
+        return f"rms_norm: weight of shape {shape_of(weight)} is not the last dim"
+    return ""
+
+
+def _norms() -> Iterator[Rule]:
+    # The most particular first: in the others `weight` would match `1 + weight` as a whole.
+    spellings = [
+        (_rms_offset, 1.0, False),
+        (_rms_round_first, 0.0, True),
+        (_rms_round_last, 0.0, False),
+        (_rms_wide_weight, 0.0, False),
+        (_rms_narrow, 0.0, True),
+    ]
+    dtypes = (torch.float32, torch.bfloat16)
+    for (pattern, offset, round_first), x_dtype, w_dtype in itertools.product(spellings, dtypes, dtypes):
+        yield Rule(
+            "rms_norm", pattern, _rms_replacement(offset, round_first),
+            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
+            "RMSNorm (Zhang & Sennrich 2019) in fp32, rounded where the model rounds", _rms_condition,
+        )  # fmt: skip
+    for x_dtype in dtypes:
+        yield Rule(
+            "rms_norm", _rms_plain, _rms_replacement(0.0, False), lambda a=x_dtype: [_rand(2, 3, 8, dtype=a)], 1,
+            "RMSNorm without a weight", _rms_condition,
+        )  # fmt: skip
+
+    def f_rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    yield Rule("rms_norm", f_rms, _rms_replacement(0.0, False), lambda: [_rand(2, 3, 8), _rand(8)], 1, "torch's own RMSNorm", _rms_condition)
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def layer_no_bias(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, None, eps)
+
+    def layer_plain(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), None, None, eps)
+
+    def to_layer_norm(x: Any, eps: float, context: Context, weight: Any = None, bias: Any = None) -> Any:
+        return hasten_ops.layer_norm(x, weight, bias, eps, context.dtype())[0]
+
+    reason = "LayerNorm (Ba et al. 2016) over the last dim"
+    yield Rule("layer_norm", layer, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8), _rand(8)], 1, reason)
+    yield Rule("layer_norm", layer_no_bias, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8)], 1, reason)
+    yield Rule("layer_norm", layer_plain, to_layer_norm, lambda: [_rand(2, 3, 8)], 1, reason)
+
+
+# --- level 1: rotary ----------------------------------------------------------------------------------------
+
+
+def _rotary_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+def _rotary_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + rotate_pairs(x) * sin
+
+
+def _heads_dim(context: Context) -> int | None:
+    """Which dim of cos (rank 4) is the broadcast one for the heads: 1 for [B,1,S,R], 2 for [B,S,1,R]."""
+    cos, x = context.shape("cos"), context.shape("x")
+    if len(cos) != 4 or len(x) != 4:
+        return None
+    ones = [d for d in (1, 2) if cos[d] == 1 and x[d] != 1]
+    if len(ones) == 1:
+        return ones[0]
+    source = context.match.inputs["cos"]
+    while is_call(source, aten.to.dtype):
+        source = source.args[0]
+    if is_call(source, aten.unsqueeze.default):
+        dim = source.args[1] % 4
+        return dim if dim in (1, 2) and cos[dim] == 1 else None
+    return None
+
+
+def _rotary_condition(context: Context) -> str:
+    if _heads_dim(context) is None:
+        return f"rotary: cos of shape {context.shape('cos')} does not tell heads from positions of x {context.shape('x')}"
+    return ""
+
+
+def _without_heads(table: Any, dim: int) -> Any:
+    node: fx.Node = table.node
+    if is_call(node, aten.unsqueeze.default) and node.args[1] % rank_of(node) == dim:  # type: ignore[operator]
+        return fx.Proxy(node.args[0], table.tracer)  # type: ignore[arg-type]
+    return aten.squeeze.dim(table, dim)
+
+
+def _rotary_replacement(interleaved: bool) -> Callable[..., Any]:
+    def replacement(x: Any, cos: Any, sin: Any, context: Context) -> Any:
+        dim = _heads_dim(context)
+        if dim is None:
+            raise ValueError("replacement called where the condition did not hold")
+        cos, sin = _without_heads(cos, dim), _without_heads(sin, dim)
+        if dim == 1:
+            return hasten_ops.rotary(x, cos, sin, interleaved, context.dtype())
+        turned = hasten_ops.rotary(aten.transpose.int(x, 1, 2), cos, sin, interleaved, context.dtype())
+        return aten.transpose.int(turned, 1, 2)
+
+    return replacement
+
+
+def _rotaries() -> Iterator[Rule]:
+    def examples() -> Sequence[torch.Tensor]:
+        return [_rand(2, 3, 5, 8), _rand(2, 1, 5, 8), _rand(2, 1, 5, 8)]
+
+    reason = "rotary position embedding (Su et al. 2021) with the model's own cos and sin"
+    yield Rule("rotary", _rotary_half, _rotary_replacement(False), examples, 1, reason, _rotary_condition)
+    yield Rule("rotary", _rotary_pairs, _rotary_replacement(True), examples, 1, reason, _rotary_condition)
+
+
+# --- level 1: activations -----------------------------------------------------------------------------------
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: torch.square(F.relu(x)),
+    "relu": F.relu,
+}
+
+
+def _same_shapes(*names: str) -> Callable[[Context], str]:
+    def condition(context: Context) -> str:
+        shapes = {str(context.shape(name)) for name in names}
+        dtypes = {context.dtype_of(name) for name in names}
+        if len(shapes) > 1:
+            return f"gated_activation: gate and up have shapes {' and '.join(sorted(shapes))}"
+        return "" if len(dtypes) == 1 else "gated_activation: gate and up have different dtypes"
+
+    return condition
+
+
+def _activations() -> Iterator[Rule]:
+    def pair() -> Sequence[torch.Tensor]:
+        return [_rand(2, 3, 8), _rand(2, 3, 8)]
+
+    for kind, function in _ACTIVATIONS.items():
+        yield Rule(
+            "gated_activation", lambda gate, up, f=function: f(gate) * up,
+            lambda gate, up, k=kind: hasten_ops.gated_activation(gate, up, k), pair, 1,
+            "gated linear unit (Shazeer 2020); the backward pass rebuilds the activation", _same_shapes("gate", "up"),
+        )  # fmt: skip
+    yield Rule(
+        "gated_activation", lambda gate, up: torch.sigmoid(gate) * up,
+        lambda gate, up: hasten_ops.gated_activation(gate, up, "sigmoid"), pair, 1, "GLU (Dauphin et al. 2017)",
+        _same_shapes("gate", "up"),
+    )  # fmt: skip
+    for kind, function in _ACTIVATIONS.items():
+        yield Rule(
+            "activation", lambda x, f=function: f(x), lambda x, k=kind: hasten_ops.activation(x, k),
+            lambda: [_rand(2, 3, 8)], 1, "the same function; the backward pass needs the input alone",
+        )  # fmt: skip
+
+
+# --- level 1: attention -------------------------------------------------------------------------------------
+
+
+def _sdpa_patterns() -> Iterator[tuple[Callable[..., Any], bool, bool, bool, bool]]:
+    for masked, causal, scaled, gqa in itertools.product((False, True), repeat=4):
+        if masked and causal:
+            continue
+        if masked and scaled:
+
+            def pattern(q: Any, k: Any, v: Any, bias: Any, scale: float, g: bool = gqa) -> Any:
+                return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=g)
+        elif masked:
+
+            def pattern(q: Any, k: Any, v: Any, bias: Any, g: bool = gqa) -> Any:  # type: ignore[misc]
+                return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=g)
+        elif scaled:
+
+            def pattern(q: Any, k: Any, v: Any, scale: float, c: bool = causal, g: bool = gqa) -> Any:  # type: ignore[misc]
+                return F.scaled_dot_product_attention(q, k, v, is_causal=c, scale=scale, enable_gqa=g)
+        else:
+
+            def pattern(q: Any, k: Any, v: Any, c: bool = causal, g: bool = gqa) -> Any:  # type: ignore[misc]
+                return F.scaled_dot_product_attention(q, k, v, is_causal=c, enable_gqa=g)
+
+        yield pattern, masked, causal, scaled, gqa
+
+
+def _attention_condition(causal: bool) -> Callable[[Context], str]:
+    def condition(context: Context) -> str:
+        q, k = context.shape("q"), context.shape("k")
+        if len(q) != 4:
+            return f"attention: q has {len(q)} dims, not [batch, heads, positions, head dim]"
+        if causal and str(q[2]) != str(k[2]):
+            return "attention: causal with different lengths (torch aligns top-left, the operator bottom-right)"
+        if "bias" in context.match.inputs and len(context.shape("bias")) != 4:
+            return f"attention: mask of shape {context.shape('bias')} is not [batch, heads, queries, keys]"
+        return ""
+
+    return condition
+
+
+def _attentions() -> Iterator[Rule]:
+    for pattern, masked, causal, _scaled, gqa in _sdpa_patterns():
+
+        def replacement(q: Any, k: Any, v: Any, bias: Any = None, scale: float | None = None, c: bool = causal) -> Any:
+            out = hasten_ops.attention(q, k, v, None, bias, None, None, scale, c, 0, 0.0)[0]
+            return aten.transpose.int(out, 1, 2)
+
+        def examples(masked: bool = masked, gqa: bool = gqa) -> Sequence[torch.Tensor]:
+            kv = _rand(2, 2 if gqa else 4, 5, 8)
+            return [_rand(2, 4, 5, 8), kv, kv.clone(), *([_rand(2, 1, 5, 5)] if masked else [])]
+
+        yield Rule(
+            "attention", pattern, replacement, examples, 1, "softmax(q k^T scale + mask) v, never stored",
+            _attention_condition(causal),
+        )  # fmt: skip
+
+    def explicit(q: Any, k: Any, v: Any, bias: Any, scale: float) -> Any:
+        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * scale + bias, -1), v)
+
+    def explicit_unmasked(q: Any, k: Any, v: Any, scale: float) -> Any:
+        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * scale, -1), v)
+
+    def explicit_divided(q: Any, k: Any, v: Any, bias: Any, divisor: float) -> Any:
+        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / divisor + bias, -1), v)
+
+    def explicit_unmasked_divided(q: Any, k: Any, v: Any, divisor: float) -> Any:
+        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / divisor, -1), v)
+
+    def from_explicit(q: Any, k: Any, v: Any, bias: Any = None, scale: float = 1.0, divisor: float = 1.0) -> Any:
+        out = hasten_ops.attention(q, k, v, None, bias, None, None, scale / divisor, False, 0, 0.0)[0]
+        return aten.transpose.int(out, 1, 2)
+
+    def four(masked: bool) -> Sequence[torch.Tensor]:
+        qkv = [_rand(2, 4, 5, 8) for _ in range(3)]
+        return [*qkv, _rand(2, 1, 5, 5)] if masked else qkv
+
+    for pattern, masked in (
+        (explicit, True), (explicit_unmasked, False), (explicit_divided, True), (explicit_unmasked_divided, False),
+    ):  # fmt: skip
+        yield Rule(
+            "attention", pattern, from_explicit, lambda m=masked: four(m), 1,
+            "softmax(q k^T scale + mask) v, written out", _attention_condition(False),
+        )  # fmt: skip
+
+
+BUILTIN: tuple[Rule, ...] = (*_spelling(), *_norms(), *_rotaries(), *_attentions(), *_activations())

@@ -1,0 +1,27 @@
+"""Operators: importing this room defines every `torch.ops.hasten.*`."""
+
+from hasten.ops import (
+    activation,
+    adamw,
+    attention,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    norm_linear,
+    rms_norm,
+    rotary,
+)
+
+__all__ = [
+    "activation",
+    "adamw",
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "layer_norm",
+    "linear",
+    "norm_linear",
+    "rms_norm",
+    "rotary",
+]

@@ -1,0 +1,87 @@
+"""One contender: what it measures, what it says while it runs, and how it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hasten.base.errors import HastenError
+from hasten.bench import contender, workload
+from hasten.bench.contenders import Spec
+from hasten.bench.train import ContenderError, run_contender
+from hasten.train.screen import Screen
+
+QUIET = Screen(enabled=False)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Spec:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    blocks = workload.make_blocks("tiny:llama", str(tmp_path / "text.txt"), 3, 2, 32, 0, QUIET)
+    workload.save_blocks(blocks, tmp_path / "blocks.npz")
+    return Spec(
+        contender="eager-fp32",
+        model="tiny:llama",
+        blocks_file=str(tmp_path / "blocks.npz"),
+        batch=2,
+        steps=3,
+        learning_rate=1e-2,
+        seed=0,
+        bf16=False,
+    )
+
+
+def test_losses_are_those_of_a_plain_loop(spec: Spec):
+    got = contender.run(spec)
+    model, _ = workload.open_workload_model("tiny:llama", 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    blocks = np.load(spec.blocks_file)
+    for step, loss in enumerate(got.round.losses):
+        rows = {name: torch.from_numpy(blocks[name][2 * step : 2 * step + 2]) for name in blocks.files}
+        expected = model(**rows).loss
+        assert loss == expected.item()
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert got.round.losses[-1] < got.round.losses[0]
+
+
+def test_every_step_is_announced_and_timed(spec: Spec):
+    events: list[dict[str, object]] = []
+    got = contender.run(spec, lambda **event: events.append(event))
+    assert [event["event"] for event in events] == ["opened", "step", "step", "step"]
+    assert len(got.round.steps_s) == 3
+    assert got.round.first_step_s == got.round.steps_s[0] > 0
+    assert got.round.peak_rss_bytes >= got.round.peak_rss_first_step_bytes >= got.round.rss_open_bytes // 2
+    assert got.size.parameters > 100_000
+
+
+def test_the_peak_is_this_process_and_not_its_parent():
+    """`ru_maxrss` of a child starts at its parent's; the reading used here does not."""
+    ballast = b"x" * (1 << 29)
+    code = "from hasten.bench.contender import peak_resident_bytes as p; print(p())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(ballast) <= contender.peak_resident_bytes()
+    assert 0 < int(out.stdout) < contender.peak_resident_bytes() - (1 << 27)
+
+
+def test_a_loss_that_is_not_finite_ends_the_contender(spec: Spec):
+    with pytest.raises(HastenError, match=r"eager-fp32: the loss of step \d is (nan|inf)"):
+        contender.run(spec.model_copy(update={"learning_rate": 1e30}))
+
+
+def test_a_process_that_fails_says_why(spec: Spec, tmp_path: Path):
+    with pytest.raises(ContenderError, match=r"ended with 1(.|\n)*No such file"):
+        run_contender(spec.model_copy(update={"blocks_file": "/nowhere.npz"}), tmp_path, "x", QUIET)
+
+
+def test_a_failure_on_purpose_is_one_message(spec: Spec, tmp_path: Path):
+    with pytest.raises(ContenderError) as caught:
+        run_contender(spec.model_copy(update={"model": "tiny:lama"}), tmp_path, "x", QUIET)
+    assert "Traceback" not in str(caught.value)
+    assert "did you mean 'llama'" in str(caught.value)

@@ -1,0 +1,128 @@
+"""`hasten bench train` and `hasten demo` from the command line, on a tiny model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.base.errors import HastenError
+from hasten.bench import report, train
+from hasten.bench.contenders import Spec
+from hasten.bench.demo import demo
+from hasten.train.screen import Screen
+
+pytestmark = pytest.mark.e2e
+
+QUIET = Screen(enabled=False)
+OUTCOME = report.Outcome(
+    round=report.Round(
+        open_s=0.1,
+        first_step_s=2.0,
+        steps_s=[2.0, 1.0],
+        losses=[3.0, 2.0],
+        peak_rss_bytes=1000,
+        rss_open_bytes=500,
+        peak_rss_first_step_bytes=900,
+    ),
+    size=report.ModelSize(parameters=10, product_parameters=10, attention_width=4, sees_documents=True),
+)
+
+
+@pytest.fixture
+def fast_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the measurement, which `test_bench_limits.py` covers."""
+    limits = report.Limits(
+        gemm_flops_per_s=4e11,
+        gemm_flops_per_s_by_dtype={"float32": 1e11, "bfloat16": 4e11},
+        read_bytes_per_s=1e10,
+        threads=1,
+    )
+    monkeypatch.setattr(train, "measure_limits", lambda bf16, screen: limits)
+
+
+def _hasten(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hasten", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_two_contenders_from_end_to_end(tmp_path: Path):
+    path = tmp_path / "report.json"
+    got = _hasten(
+        *("bench", "train", "--model", "tiny:llama", "--batch", "2x48", "--steps", "4"),
+        *("--contenders", "eager-fp32,hasten-fp32", "--json", str(path)),
+    )
+    assert got.returncode == 0, got.stderr
+    result = report.load(path)
+    assert list(result.contenders) == ["eager-fp32", "hasten-fp32"]
+    assert result.failed == {}
+    assert result.agree is True, result.agreement
+    for contender in result.contenders.values():
+        assert contender.dtype == "float32"
+        assert len(contender.losses) == 4
+        assert len(contender.rounds) == 1
+        assert contender.repeatable
+        assert contender.tokens_per_s == pytest.approx(2 * 48 / contender.step_s)
+        assert 5e7 < contender.peak_rss_bytes < 5e9
+        assert 0 < contender.share_of_limit < 1
+    eager, hasten = (result.contenders[name].losses for name in ("eager-fp32", "hasten-fp32"))
+    assert eager == pytest.approx(hasten, rel=1e-5)
+    assert eager[-1] < eager[0]
+    ratio = result.ratios["hasten-fp32"]["eager-fp32"]
+    steps = [result.contenders[name].step_s for name in ("eager-fp32", "hasten-fp32")]
+    assert ratio.speed == pytest.approx(steps[0] / steps[1])
+    assert "hasten-fp32 against eager-fp32" in got.stdout
+
+
+def test_the_demo_leaves_a_report(tmp_path: Path, fast_limits: None):
+    out = tmp_path / "demo"
+    result, path = demo(out, 2, QUIET, model="tiny:llama", batch="2x32")
+    assert path == out / "report.json"
+    assert report.load(path) == result
+    assert list(result.contenders) == ["eager-bf16", "hasten"]
+    assert result.agree is True, result.agreement
+    assert [entry.name for entry in out.iterdir()] == ["report.json"]
+
+
+def test_contenders_take_turns_and_one_that_fails_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, fast_limits: None
+):
+    ran: list[str] = []
+
+    def fake(spec: Spec, folder: Path, title: str, screen: Screen) -> report.Outcome:
+        assert Path(spec.blocks_file).is_file()
+        ran.append(title)
+        if spec.contender == "compile-bf16" and "round 2" in title:
+            raise train.ContenderError("no compiler")
+        return OUTCOME
+
+    monkeypatch.setattr(train, "run_contender", fake)
+    settings = train.Settings(
+        model="tiny:llama",
+        batch="1x16",
+        steps=2,
+        rounds=3,
+        contenders=("eager-bf16", "compile-bf16", "hasten"),
+    )
+    result = train.bench_train(settings, QUIET)
+    assert [title.split()[0] for title in ran] == [
+        *("eager-bf16", "compile-bf16", "hasten"),
+        *("eager-bf16", "compile-bf16", "hasten"),
+        *("eager-bf16", "hasten"),
+    ]
+    assert list(result.contenders) == ["eager-bf16", "hasten"]
+    assert result.failed == {"compile-bf16": "no compiler"}
+    assert len(result.contenders["hasten"].rounds) == 3
+
+
+def test_where_nothing_finished_there_is_no_report(monkeypatch: pytest.MonkeyPatch, fast_limits: None):
+    def fake(*arguments: object) -> report.Outcome:
+        raise train.ContenderError("no luck")
+
+    monkeypatch.setattr(train, "run_contender", fake)
+    with pytest.raises(HastenError, match="no contender finished: eager-fp32"):
+        train.bench_train(
+            train.Settings(model="tiny:llama", batch="1x16", steps=1, contenders=("eager-fp32",)), QUIET
+        )

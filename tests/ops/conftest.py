@@ -1,0 +1,45 @@
+"""What every operator test runs under: a fixed seed, one thread count, and poisoned fresh memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+FRESH = [
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+]
+
+
+def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def fresh(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = function(*args, **kwargs)
+        if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point:
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return fresh
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that is not written shows as NaN."""
+    for holder, name in FRESH:
+        monkeypatch.setattr(holder, name, _poisoned(getattr(holder, name)))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The same random numbers and two threads for each test."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(min(2, threads))
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,183 @@
+"""The C library keeps freed blocks while it is asked to, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hasten.base import allocator
+from hasten.base.allocator import BufferReuse, huge_page_refusal, refusal
+
+# Page faults of four rounds of taking, filling and freeing 64 MiB: plain, with reuse (after one round that
+# brings the pages in), and after switching it off again. A process of its own: pytest's has freed blocks of
+# every size.
+_FAULTS = """
+import json, resource
+from hasten.base import allocator
+if NO_HUGE:
+    allocator.huge_page_refusal = lambda: "the test wants small pages"
+
+def faults(rounds):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        bytearray(64 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+faults(1)
+plain = faults(4)
+first = allocator.enable()
+allocator.enable()
+faults(1)
+kept, held = faults(4), resident()
+still = allocator.disable()
+shared = faults(4)
+last = allocator.disable()
+print(json.dumps({"plain": plain, "kept": kept, "shared": shared, "off": faults(4), "held": held,
+    "resident": resident(), "states": [first.on, still.on, last.on], "huge":
+    first.settings_bytes["huge_page_heap"]}))
+"""
+
+
+def run(huge: bool) -> dict[str, int]:
+    code = _FAULTS.replace("NO_HUGE", str(not huge))
+    here = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=here, timeout=60
+    )
+    return json.loads(done.stdout)
+
+
+glibc = pytest.mark.skipif(bool(refusal()), reason=f"buffers are not reused here: {refusal()}")
+
+
+@glibc
+@pytest.mark.parametrize("huge", [False, True])
+def test_pages_stay_and_go(huge: bool) -> None:
+    if huge and huge_page_refusal():
+        pytest.skip(huge_page_refusal())
+    found = run(huge)
+    pages = 4 * (64 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert found["plain"] >= pages
+    assert found["kept"] < pages / 100
+    assert found["shared"] < pages / 100
+    assert found["off"] >= pages
+    assert found["states"] == [True, True, False]
+    assert found["held"] - found["resident"] > 60 << 20
+    assert (found["huge"] > 0) is huge
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
+    """Records what would be set instead of setting it in the process that runs the tests."""
+    made: list[dict[int, int]] = []
+
+    def record(options: dict[int, int]) -> bool:
+        made.append(options)
+        return True
+
+    monkeypatch.setattr(allocator, "_set", record)
+    monkeypatch.setattr(allocator, "refusal", lambda: "")
+    monkeypatch.setattr(allocator, "huge_page_refusal", lambda: "not in this test")
+    return made
+
+
+def test_the_last_user_switches_off(calls: list[dict[int, int]]) -> None:
+    reuse = BufferReuse()
+    assert reuse.status().reason == "no optimised model uses it"
+    assert not reuse.disable().on
+    assert calls == []
+    assert reuse.enable().on
+    assert reuse.enable().users == 2
+    assert reuse.disable().on
+    assert len(calls) == 1
+    status = reuse.disable()
+    assert (status.on, status.users, status.settings_bytes) == (False, 0, {})
+    assert len(calls) == 2
+    assert str(reuse.enable()) == "on: glibc keeps freed blocks for reuse, 4 KiB pages"
+    assert len(calls) == 3
+
+
+def test_many_threads(calls: list[dict[int, int]]) -> None:
+    reuse = BufferReuse()
+    threads = [threading.Thread(target=lambda: [reuse.enable() for _ in range(50)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert reuse.status().users == 400
+    assert len(calls) == 1
+    for _ in range(400):
+        reuse.disable()
+    assert len(calls) == 2
+    assert not reuse.status().on
+
+
+def test_a_refusal_is_reported_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "refusal", lambda: "the C library is not glibc")
+    reuse = BufferReuse()
+    assert str(reuse.enable()) == "off: the C library is not glibc"
+    assert reuse.status().users == 1
+    assert reuse.disable().users == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"MALLOC_TOP_PAD_": "1"}, "MALLOC_TOP_PAD_ is set"),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mmap_threshold=9"},
+            "sets mmap_threshold",
+        ),
+        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_users_own_settings_are_kept(
+    environ: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "confstr", lambda _: "glibc 2.36")
+    monkeypatch.setattr(allocator, "_provider_of_malloc", lambda: "libc.so.6")
+    assert reason in refusal(environ)
+    assert bool(refusal(environ)) is bool(reason)
+
+
+def test_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "confstr", lambda _: "glibc 2.36")
+    monkeypatch.setattr(allocator, "_provider_of_malloc", lambda: "libjemalloc.so.2")
+    assert refusal({}) == "malloc comes from libjemalloc.so.2, which keeps buffers by its own rules"
+
+    def unknown(_: str) -> str:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(os, "confstr", unknown)
+    assert "not glibc" in refusal({})
+
+
+@pytest.mark.parametrize(
+    ("mode", "overcommit", "reason"),
+    [
+        ("always [madvise] never", "0", ""),
+        ("[always] madvise never", "0", "advice changes nothing"),
+        ("always madvise [never]", "0", "advice changes nothing"),
+        ("always [madvise] never", "2", "overcommit_memory = 2"),
+    ],
+)
+def test_when_huge_pages_are_not_asked_for(mode: str, overcommit: str, reason: str, tmp_path: Path) -> None:
+    assert "no transparent huge pages" in huge_page_refusal(tmp_path)
+    for name, text in (
+        ("sys/kernel/mm/transparent_hugepage/enabled", mode),
+        ("proc/sys/vm/overcommit_memory", overcommit),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert reason in huge_page_refusal(tmp_path)
+    assert bool(huge_page_refusal(tmp_path)) is bool(reason)
