@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from hasten.base.errors import HastenError
-from hasten.base.files import write_atomically
 from hasten.bench.contenders import CONTENDERS, EVENT, Kind, Spec
 from hasten.bench.report import Outcome, Round
 from hasten.bench.workload import model_size, open_workload_model
@@ -170,7 +169,8 @@ def main(arguments: list[str]) -> int:
     except HastenError as error:
         _emit_line(event="failed", message=str(error))
         return 1
-    write_atomically(Path(arguments[1]), result.model_dump_json())
+    # Read by the bench after this process has ended well, and gone with its temporary folder.
+    Path(arguments[1]).write_text(result.model_dump_json(), encoding="utf-8")
     return 0
 
 

@@ -111,7 +111,6 @@ def optimisations(config: Config, facts: Facts) -> list[dict[str, str]]:
             "while a model is optimised, freed blocks are kept for reuse; costs a few per cent of peak memory"
         )
     rows.append(("buffer reuse", buffers, why))
-    rows.append(_huge_pages(buffers))
     rows.append(_bf16(config, facts))
     proof = "each rewritten block is compared with the original, outputs and gradients, at its first run"
     rows.append(("proof", config.verify, proof if config.verify else "verify = False"))
@@ -126,13 +125,6 @@ def optimisations(config: Config, facts: Facts) -> list[dict[str, str]]:
         )
     )
     return [{"name": name, "state": "on" if on else "off", "why": why} for name, on, why in rows]
-
-
-def _huge_pages(buffers: bool) -> tuple[str, bool, str]:
-    why = allocator.huge_page_refusal()
-    if not why and not buffers:
-        why = "they come with buffer reuse"
-    return "huge pages", not why, why or "the heap that is kept for reuse is advised to use 2 MiB pages"
 
 
 def _bf16(config: Config, facts: Facts) -> tuple[str, bool, str]:

@@ -13,15 +13,20 @@ caller's autocast. Then spellings are unified:
 | `1/sqrt(v)`, `v**-0.5`, `y/sqrt(v)` | `rsqrt(v)`, `y*rsqrt(v)` |
 | `cat(-x2, x1)`; `stack(-x_odd, x_even).flatten` | `rotate_half(x)`; `rotate_pairs(x)` |
 | `addmm`, `matmul(x, W^T)`, linear between views that only flatten leading dims | `aten.linear` on the unflattened input |
+| linear of a tensor whose leading dims are swapped | the linear, then the swap |
+| an in-place operator on a tensor made in the graph and seen by nobody else | its out-of-place form |
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hasten.base.errors import CaptureError
@@ -36,6 +41,7 @@ from hasten.graph.nodes import (
     full_args,
     is_barrier,
     is_call,
+    is_mutation,
     mutated_nodes,
     prune,
     rank_of,
@@ -66,13 +72,29 @@ def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
     Raises:
         CaptureError: if the function cannot be traced.
     """
+    mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None)
     try:
-        module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
+        with _inside(mode):
+            module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
     except Exception as error:
         # Tracing runs the user's code on fake tensors: whatever it raises means the same thing here.
         raise CaptureError(f"cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
     _annotate_all(module.graph)
     return module
+
+
+@contextlib.contextmanager
+def _inside(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Tensors that the code makes itself are fake too; constants that it holds are let in."""
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 def _annotate_all(graph: fx.Graph) -> None:
@@ -114,6 +136,8 @@ def _hoist_weights(graph: fx.Graph) -> None:
         if node.op in ("placeholder", "get_attr"):
             if 0 < rank_of(node) <= 2 and node not in mutated:
                 early.add(node)
+                if node.op == "get_attr":
+                    hoisted.append(node)
         elif (
             node.op == "call_function"
             and getattr(node.target, "_schema", None) is not None
@@ -368,6 +392,49 @@ def _linear_through_view(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
+def _linear_through_transpose(graph: fx.Graph, node: fx.Node) -> bool:
+    """linear(transpose(x)) of leading dims -> transpose(linear(x)): the projection stands behind its norm then."""
+    if not is_call(node, aten.linear.default) or not is_call(node.args[0], aten.transpose.int):
+        return False
+    source, *dims = node.args[0].args  # type: ignore[union-attr]
+    rank = rank_of(node)
+    if rank < 3 or rank - 1 in {d % rank for d in dims}:  # type: ignore[operator]
+        return False
+    with graph.inserting_before(node):
+        product = call(graph, aten.linear.default, source, *full_args(node)[1:])
+        replace(node, call(graph, aten.transpose.int, product, *dims))
+    return True
+
+
+def _out_of_place(graph: fx.Graph, node: fx.Node) -> bool:
+    """`y = new(...); y.op_(...)` -> `op(new(...))` where nothing else can see the change."""
+    if not is_mutation(node) or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return False
+    source, schema = node.args[0], node.target._schema
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    pure = getattr(packet, node.target._overloadname, None) if schema.name.endswith("_") else None
+    if written != [0] or pure is None or not _is_fresh(source) or set(source.users) != {node}:  # type: ignore[union-attr]
+        return False
+    with graph.inserting_before(node):
+        new = call(graph, pure, *node.args, **node.kwargs)
+    if dtype_of(new) != dtype_of(node) or not same_shape(new, node):
+        graph.erase_node(new)
+        return False
+    replace(node, new)
+    graph.erase_node(node)
+    return True
+
+
+def _is_fresh(node: Any) -> bool:
+    """Whether `node` surely has a storage of its own: a call whose schema returns no alias and that is no composite."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returned = node.target._schema.returns
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
+    return len(returned) == 1 and returned[0].alias_info is None and not composite
+
+
 def _merge_views(graph: fx.Graph, node: fx.Node) -> bool:
     """view(view(x)) back to the shape of x -> x."""
     if not is_call(node, aten.view.default, aten.reshape.default) or not is_call(node.args[0], aten.view.default, aten.reshape.default):
@@ -389,5 +456,7 @@ _STEPS = (
     _rotate_pairs,
     _linear,
     _linear_through_view,
+    _linear_through_transpose,
+    _out_of_place,
     _merge_views,
 )

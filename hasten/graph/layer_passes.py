@@ -20,6 +20,7 @@ from hasten.graph.nodes import (
     calls,
     draws_random_numbers,
     dtype_of,
+    first_position,
     full_args,
     getitem,
     is_call,
@@ -343,7 +344,7 @@ def fold_constants(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
         name = f"_folded_{done.count}"
         with torch.no_grad():
             module.register_buffer(name, _evaluate(node), persistent=False)  # type: ignore[union-attr]
-        with graph.inserting_before(node):
+        with graph.inserting_before(first_position(graph)):
             folded = graph.get_attr(name)
         folded.meta["val"] = value(node)
         replace(node, folded)

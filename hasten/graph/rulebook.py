@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from hasten.graph.canonical import rotate_half, rotate_pairs
-from hasten.graph.nodes import aten, is_call, rank_of, shape_of
+from hasten.graph.nodes import aten, is_call, rank_of, same_size, shape_of
 from hasten.graph.rules import Context, Rule
 
 hasten_ops = torch.ops.hasten
@@ -307,10 +307,20 @@ def _attention_condition(causal: bool) -> Callable[[Context], str]:
     return condition
 
 
+def _one_row_a_query(bias: Any, q: Any, context: Context) -> Any:
+    """A mask of one row for all queries (padding of keys) as a view with a row for each, as the operator takes it."""
+    if bias is None or same_size(context.shape("bias")[2], context.shape("q")[2]):
+        return bias
+    return aten.expand.default(bias, [-1, -1, aten.sym_size.int(q, 2), -1])
+
+
 def _attentions() -> Iterator[Rule]:
     for pattern, masked, causal, _scaled, gqa in _sdpa_patterns():
 
-        def replacement(q: Any, k: Any, v: Any, bias: Any = None, scale: float | None = None, c: bool = causal) -> Any:
+        def replacement(
+            q: Any, k: Any, v: Any, context: Context, bias: Any = None, scale: float | None = None, c: bool = causal
+        ) -> Any:
+            bias = _one_row_a_query(bias, q, context)
             out = hasten_ops.attention(q, k, v, None, bias, None, None, scale, c, 0, 0.0)[0]
             return aten.transpose.int(out, 1, 2)
 
@@ -335,7 +345,10 @@ def _attentions() -> Iterator[Rule]:
     def explicit_unmasked_divided(q: Any, k: Any, v: Any, divisor: float) -> Any:
         return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / divisor, -1), v)
 
-    def from_explicit(q: Any, k: Any, v: Any, bias: Any = None, scale: float = 1.0, divisor: float = 1.0) -> Any:
+    def from_explicit(
+        q: Any, k: Any, v: Any, context: Context, bias: Any = None, scale: float = 1.0, divisor: float = 1.0
+    ) -> Any:
+        bias = _one_row_a_query(bias, q, context)
         out = hasten_ops.attention(q, k, v, None, bias, None, None, scale / divisor, False, 0, 0.0)[0]
         return aten.transpose.int(out, 1, 2)
 

@@ -80,6 +80,7 @@ def train(config: RunConfig, *, progress: bool = True) -> Result:
         if stop.received is None:
             try:
                 model_folder, adapter_folder = write_result(config, model, tokenizer)
+                screen.note(part.summary())
                 screen.note(f"result: {adapter_folder or model_folder}")
             except (OSError, SafetensorError) as error:
                 part.fault(f"the result in {config.output.folder} ({error})")
@@ -168,6 +169,16 @@ class _Part:
         seconds = sum(step_s for _, step_s in steps)
         return sum(tokens for tokens, _ in steps) / seconds if seconds else 0.0
 
+    def summary(self) -> str:
+        """What a finished run prints last, where its bar was."""
+        row = self.last_row
+        if row is None:
+            return f"all {self.config.steps} steps were done before"
+        return (
+            f"step {row['step']}/{self.config.steps}  loss {row['loss']:.4f}{_evaluated(row)}  "
+            f"{self.tokens_per_s():,.0f} tokens/s  peak memory {spell_bytes(row['peak_rss_bytes'])}"
+        )
+
     def how_to_continue(self) -> str:
         """The last message of an interrupted run."""
         if self.checkpoint_fault:
@@ -225,9 +236,12 @@ def _due(step: int, every: int) -> bool:
 
 
 def _detail(row: dict[str, Any], steps: int) -> str:
-    evaluated = f"  eval {row['eval_loss']:.4f}" if row.get("eval_loss") is not None else ""
     return (
-        f"step {row['step']}/{steps}  loss {row['loss']:.4f}{evaluated}  lr {row['lr']:.2e}  "
+        f"step {row['step']}/{steps}  loss {row['loss']:.4f}{_evaluated(row)}  lr {row['lr']:.2e}  "
         f"{row['tokens_per_s']:,.0f} tokens/s  memory {spell_bytes(row['rss_bytes'])} "
         f"(peak {spell_bytes(row['peak_rss_bytes'])})"
     )
+
+
+def _evaluated(row: dict[str, Any]) -> str:
+    return f"  eval {row['eval_loss']:.4f}" if row.get("eval_loss") is not None else ""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
-from hasten.ops.attention import attention, blocked, ranges_from_mask
+from hasten.ops.attention import attention, blocked, flash, ranges_from_mask
 from hasten.ops.attention import reference as meaning
 from hasten.ops.attention.cases import CASES
-from hasten.ops.attention.plan import plan, visible_intervals
+from hasten.ops.attention.plan import plan, runs, visible_intervals
 from hasten.ops.cases import Case, check_backward, check_forward, select
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -58,6 +58,7 @@ def test_small_tiles_give_the_same(dtype: torch.dtype, monkeypatch: pytest.Monke
     """Splitting over batch rows, heads and query rows changes nothing, and bounds the largest buffer."""
     q, k, v = draw(3, 6, 3, 130, 130, dtype=dtype)
     expected = gradients(q, k, v, causal=True)
+    monkeypatch.setattr(flash, "plan", lambda *arguments: None)
     monkeypatch.setattr(blocked, "TILE_SCORES", 2**14)
     monkeypatch.setattr(blocked, "BLOCK_ROWS", 32)
     sizes: list[int] = []
@@ -176,7 +177,7 @@ def test_window_hides_what_is_outside(causal: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_documents_do_not_see_each_other(dtype: torch.dtype) -> None:
-    """Bit-equal outputs and gradients of one document when another changes, and equal to the document alone."""
+    """Outputs and gradients of a document: bit-equal when another changes, and equal to it alone."""
     lengths = (5, 40, 3, 90, 162)
     edges = np.cumsum((0, *lengths)).tolist()
     pairs = [(a, b) for a, b in pairwise(edges) for _ in range(b - a)]
@@ -295,6 +296,45 @@ def test_plan_covers_what_is_visible_and_no_more() -> None:
                 seen[segment.b0 : segment.b1, block.q0 : block.q1, block.k0 : block.k1] += visible
         column = np.arange(keys)
         assert np.array_equal(seen, (column >= expected[..., :1]) & (column < expected[..., 1:]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_runs_cover_what_is_visible_and_no_more(causal: bool) -> None:
+    lengths = torch.tensor([33, 27, 36])
+    ranges = torch.zeros(4, 96, 2, dtype=torch.int64)
+    ranges[0, 10:] = torch.tensor([10, 96])
+    ranges[1] = torch.tensor([0, 70])
+    ranges[3] = torch.tensor([[0, 33], [33, 60], [60, 96]]).repeat_interleave(lengths, dim=0)
+    calls = runs(ranges, 4, 96, 96, causal, 0)
+    assert calls is not None
+    assert 5 <= len(calls) <= 7
+    seen = np.zeros((4, 96, 96), dtype=int)
+    for b, q0, q1, k0, k1, is_causal in calls:
+        rectangle = np.ones((q1 - q0, k1 - k0), dtype=int)
+        seen[b, q0:q1, k0:k1] += np.tril(rectangle) if is_causal else rectangle
+    expected = visible_intervals(ranges.numpy(), 96, 96, causal, 0)
+    column = np.arange(96)
+    assert np.array_equal(seen, (column >= expected[..., :1]) & (column < expected[..., 1:]))
+
+
+def test_runs_leave_other_shapes_alone() -> None:
+    assert runs(None, 1, 3, 10, True, 0) is None
+    assert runs(None, 1, 96, 96, True, 8) is None
+    assert runs(None, 2, 1, 10, True, 0) == ((0, 0, 1, 0, 10, False), (1, 0, 1, 0, 10, False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_bodies_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cases without the native narrow products, and without torch's kernel, stay in the budget."""
+    plain = [c for c in CASES if c.name in ("causal-63", "strided", "padding-left-right", "documents")]
+    monkeypatch.setattr(blocked, "native", lambda q: False)
+    for case in plain:
+        check_forward(case, dtype)
+        check_backward(case, dtype)
+    monkeypatch.setattr(flash, "plan", lambda *arguments: None)
+    for case in plain:
+        check_forward(case, dtype)
+        check_backward(case, dtype)
 
 
 def test_plan_skips_hidden_keys() -> None:

@@ -20,11 +20,11 @@ N, K, V = 63, 32, 1003
 
 @pytest.fixture(params=["one chunk", "many chunks"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small limits a few rows make a chunk, two a block, and W's gradient is made in slices."""
+    """With small limits some rows make a chunk, fewer a block, and W's gradient is made in slices."""
     if request.param == "many chunks":
-        monkeypatch.setattr(kernel, "CHUNK_BYTES", 5 * 101 * 4)
-        monkeypatch.setattr(kernel, "BLOCK_BYTES", 2 * 101 * 4)
-        monkeypatch.setattr(kernel, "SLICE_BYTES", 40 * 32 * 2)
+        monkeypatch.setattr(kernel, "CHUNK_BYTES", 20 * 101 * 4)
+        monkeypatch.setattr(kernel, "BLOCK_BYTES", 7 * 101 * 4)
+        monkeypatch.setattr(kernel, "SLICE_BYTES", 60 * 32 * 2)
 
 
 @pytest.mark.usefixtures("chunks")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hasten.base import allocator
-from hasten.base.allocator import BufferReuse, huge_page_refusal, refusal
+from hasten.base.allocator import BufferReuse, refusal
 
 # Page faults of four rounds of taking, filling and freeing 64 MiB: plain, with reuse (after one round that
 # brings the pages in), and after switching it off again. A process of its own: pytest's has freed blocks of
@@ -20,8 +20,6 @@ from hasten.base.allocator import BufferReuse, huge_page_refusal, refusal
 _FAULTS = """
 import json, resource
 from hasten.base import allocator
-if NO_HUGE:
-    allocator.huge_page_refusal = lambda: "the test wants small pages"
 
 def faults(rounds):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -41,38 +39,28 @@ kept, held = faults(4), resident()
 still = allocator.disable()
 shared = faults(4)
 last = allocator.disable()
-print(json.dumps({"plain": plain, "kept": kept, "shared": shared, "off": faults(4), "held": held,
-    "resident": resident(), "states": [first.on, still.on, last.on], "huge":
-    first.settings_bytes["huge_page_heap"]}))
+off, left = faults(4), resident()
+again = allocator.enable()
+faults(1)
+print(json.dumps({"plain": plain, "kept": kept, "shared": shared, "off": off, "again": faults(4),
+    "held": held, "left": left, "states": [first.on, still.on, last.on, again.on]}))
 """
 
 
-def run(huge: bool) -> dict[str, int]:
-    code = _FAULTS.replace("NO_HUGE", str(not huge))
+@pytest.mark.skipif(bool(refusal()), reason=f"buffers are not reused here: {refusal()}")
+def test_pages_stay_and_go() -> None:
     here = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=here, timeout=60
-    )
-    return json.loads(done.stdout)
-
-
-glibc = pytest.mark.skipif(bool(refusal()), reason=f"buffers are not reused here: {refusal()}")
-
-
-@glibc
-@pytest.mark.parametrize("huge", [False, True])
-def test_pages_stay_and_go(huge: bool) -> None:
-    if huge and huge_page_refusal():
-        pytest.skip(huge_page_refusal())
-    found = run(huge)
+    command = [sys.executable, "-c", _FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here, timeout=60)
+    found = json.loads(done.stdout)
     pages = 4 * (64 << 20) // os.sysconf("SC_PAGE_SIZE")
     assert found["plain"] >= pages
     assert found["kept"] < pages / 100
     assert found["shared"] < pages / 100
     assert found["off"] >= pages
-    assert found["states"] == [True, True, False]
-    assert found["held"] - found["resident"] > 60 << 20
-    assert (found["huge"] > 0) is huge
+    assert found["again"] < pages / 100
+    assert found["states"] == [True, True, False, True]
+    assert found["held"] - found["left"] > 60 << 20
 
 
 @pytest.fixture
@@ -86,7 +74,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
 
     monkeypatch.setattr(allocator, "_set", record)
     monkeypatch.setattr(allocator, "refusal", lambda: "")
-    monkeypatch.setattr(allocator, "huge_page_refusal", lambda: "not in this test")
     return made
 
 
@@ -102,7 +89,7 @@ def test_the_last_user_switches_off(calls: list[dict[int, int]]) -> None:
     status = reuse.disable()
     assert (status.on, status.users, status.settings_bytes) == (False, 0, {})
     assert len(calls) == 2
-    assert str(reuse.enable()) == "on: glibc keeps freed blocks for reuse, 4 KiB pages"
+    assert str(reuse.enable()) == "on: glibc keeps freed blocks for reuse"
     assert len(calls) == 3
 
 
@@ -160,24 +147,3 @@ def test_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "confstr", unknown)
     assert "not glibc" in refusal({})
-
-
-@pytest.mark.parametrize(
-    ("mode", "overcommit", "reason"),
-    [
-        ("always [madvise] never", "0", ""),
-        ("[always] madvise never", "0", "advice changes nothing"),
-        ("always madvise [never]", "0", "advice changes nothing"),
-        ("always [madvise] never", "2", "overcommit_memory = 2"),
-    ],
-)
-def test_when_huge_pages_are_not_asked_for(mode: str, overcommit: str, reason: str, tmp_path: Path) -> None:
-    assert "no transparent huge pages" in huge_page_refusal(tmp_path)
-    for name, text in (
-        ("sys/kernel/mm/transparent_hugepage/enabled", mode),
-        ("proc/sys/vm/overcommit_memory", overcommit),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    assert reason in huge_page_refusal(tmp_path)
-    assert bool(huge_page_refusal(tmp_path)) is bool(reason)

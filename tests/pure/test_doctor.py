@@ -76,7 +76,7 @@ def test_sources_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_level_zero_switches_buffers_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HASTEN_LEVEL", "0")
     states = {row["name"]: row["state"] for row in collect()["optimisations"]}
-    assert states["buffer reuse"] == states["huge pages"] == states["level 1"] == "off"
+    assert states["buffer reuse"] == states["level 1"] == "off"
 
 
 def test_wrong_settings_and_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,6 +166,8 @@ def test_the_probe_takes_plain_modules() -> None:
         probing._vocabulary(torch.nn.Linear(2, 2))
 
 
+# Dynamo looks at the gradient of the block's input while it captures, which torch warns about.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_model_is_examined() -> None:
     found = collect("tiny:llama")
     model = found["model"]
@@ -173,9 +175,10 @@ def test_a_model_is_examined() -> None:
     assert model["plain_step_s"] > 0
     assert 0 <= model["fused_share"] <= 1
     assert model["report"]["blocks"]
-    text = printed(found)
+    text = " ".join(printed(found).split())
     assert "Why is my model not faster?" in text
-    assert all(answer.split(":")[0] in text for answer in model["answers"])
+    assert all(answer in text for answer in model["answers"])
+    assert model["report"]["graphs"][0]["runs"] in ("rewritten", "original")
 
 
 def test_a_folder_with_a_configuration_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
-from hasten.ops.attention import blocked
+from hasten.ops.attention import blocked, flash
 from hasten.ops.attention.plan import ranges_from_mask
 from hasten.ops.registry import cast, operator
 
@@ -136,6 +136,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     options = _options(q, ranges, bias, sinks, alibi, scale, causal, window, softcap)
     _check(q, k, v, options)
+    calls = flash.plan(q, k, v, options)
+    if calls is not None:
+        return flash.forward(q, k, v, options, calls)
     return blocked.forward(q, k, v, options)
 
 
@@ -187,6 +190,13 @@ def _backward_forward(
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = _options(q, ranges, bias, sinks, alibi, scale, causal, window, softcap)
+    calls = flash.plan(q, k, v, options) if blocked.all_finite(grad_out) else None
+    if calls is not None:
+        return (
+            *flash.backward(grad_out, q, k, v, out, lse, options, calls),
+            lse.new_empty(0),
+            lse.new_empty(0),
+        )
     return blocked.backward(grad_out, q, k, v, out, lse, options, bias_grad)
 
 

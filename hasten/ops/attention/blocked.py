@@ -119,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     lse = torch.full((batch, heads, queries), -math.inf, dtype=wide, device=q.device)
     if options.sinks is not None:
         lse.copy_(options.sinks[None, :, None].expand_as(lse))
-    finite = _all_finite(v)
+    finite = all_finite(v)
     scratch = _Scratch(q.device)
     for tile in _tiles(the_plan, q, k):
         k_NKD, v_NKD = _keys(tile.of(k), narrow), _keys(tile.of(v), narrow)
@@ -163,7 +163,7 @@ def backward(
     bias, sinks = options.bias, options.sinks
     dsinks = torch.zeros(q.shape[1] if sinks is not None else 0, dtype=wide, device=q.device)
     dbias = torch.zeros(bias.shape if bias_grad and bias is not None else 0, dtype=wide, device=q.device)
-    finite = _all_finite(q) and _all_finite(k) and _all_finite(v) and _all_finite(grad_out)
+    finite = all_finite(q) and all_finite(k) and all_finite(v) and all_finite(grad_out)
     # dO V^T - delta comes out of one product: delta rides as extra columns of dO against ones next to V. In a
     # narrow dtype it takes two columns, the rounded value and the rest.
     extra = 1 if narrow == wide else 2
@@ -223,10 +223,16 @@ def backward(
 def _dtypes(q: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype of scores and statistics, dtype of the operands of the other products)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    if q.device.type != "cpu" or q.dtype == wide:
-        return wide, q.dtype
-    native = q.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
-    return wide, q.dtype if native else wide
+    return wide, q.dtype if native(q) else wide
+
+
+def native(q: Tensor) -> bool:
+    """q's dtype is narrower than float32 and its device multiplies it faster than float32."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if q.device.type != "cpu":
+        return True
+    return q.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
 
 
 def _plan(q: Tensor, k: Tensor, options: Options) -> Plan:
@@ -372,6 +378,7 @@ def _visible(tile: _Tile, block: Block, options: Options, device: torch.device) 
     return visible.view(tile.n, -1, block.k1 - block.k0)
 
 
-def _all_finite(x: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
+    """No NaN and no infinity in x."""
     # A sum is the cheapest witness; one that overflows takes the careful way for nothing, which is harmless.
     return math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())

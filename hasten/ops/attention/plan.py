@@ -20,6 +20,7 @@ from torch import Tensor
 from hasten.base.errors import ShapeError
 
 Intervals = NDArray[np.int64]
+Runs = tuple[tuple[int, int, int, int, int, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,51 @@ def _cached_plan(
         segments = [Segment(0, batch, segments[0].blocks)]
     covered = all(sum(x.q1 - x.q0 for x in segment.blocks) == queries for segment in segments)
     return Plan(tuple(segments), covered and bool(segments))
+
+
+def runs(
+    ranges: Tensor | None, batch: int, queries: int, keys: int, causal: bool, window: int
+) -> Runs | None:
+    """The calls (batch row, q0, q1, k0, k1, causal) that together cover all visible pairs.
+
+    Each is rows [q0, q1) that all see keys [k0, k1), or with `causal` a square of which row i sees the first
+    i - q0 + 1 keys. None where the pairs have other shapes (a window, queries after a cache).
+    """
+    if ranges is None:
+        return _cached_runs(b"", (), batch, queries, keys, causal, window)
+    values = np.ascontiguousarray(ranges.detach().cpu().numpy(), dtype=np.int64)
+    return _cached_runs(values.tobytes(), values.shape, batch, queries, keys, causal, window)
+
+
+@lru_cache(maxsize=32)
+def _cached_runs(
+    ranges: bytes, shape: tuple[int, ...], batch: int, queries: int, keys: int, causal: bool, window: int
+) -> Runs | None:
+    given = np.frombuffer(ranges, dtype=np.int64).reshape(shape) if shape else None
+    intervals = visible_intervals(given, queries, keys, causal, window)
+    found: list[tuple[int, int, int, int, bool]] = []
+    calls: list[tuple[int, int, int, int, int, bool]] = []
+    for b in range(batch):
+        if b < intervals.shape[0]:
+            found = []
+            start, end = intervals[b, :, 0], intervals[b, :, 1]
+            grows, stays = np.diff(end) == 1, np.diff(end) == 0
+            cut = (np.diff(start) != 0) | ~(stays | grows)
+            cut[1:] |= stays[1:] & grows[:-1]
+            edges = np.flatnonzero(cut) + 1
+            # Many short runs cost more in calls than `blocked` costs in hidden corners.
+            if edges.size > queries // 16:
+                return None
+            for q0, q1 in pairwise((0, *edges.tolist(), queries)):
+                k0, first, last = int(start[q0]), int(end[q0]), int(end[q1 - 1])
+                if first == last and last > k0 and not grows[q0 : q1 - 1].any():
+                    found.append((q0, q1, k0, last, False))
+                elif first == k0 + 1 and last - first == q1 - q0 - 1:
+                    found.append((q0, q1, k0, last, True))
+                elif last > k0:
+                    return None
+        calls.extend((b, *run) for run in found)
+    return tuple(calls)
 
 
 def visible_intervals(

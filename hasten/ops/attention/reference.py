@@ -48,10 +48,11 @@ def attention(
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
     p = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1)[..., : k.shape[2]]
     p = p.masked_fill(~visible | empty, 0.0)
-    # A hidden key must not count even if its value is NaN or infinite: 0 * NaN is NaN.
-    seen = (visible | torch.zeros_like(p, dtype=torch.bool))[..., None]
-    weighted = torch.where(seen, p[..., None] * v_BHSD[:, :, None], 0.0) if not _finite(v) else None
-    out = p @ v_BHSD if weighted is None else weighted.sum(dim=-2)
+    if bool(v.detach().isfinite().all()):
+        out = p @ v_BHSD
+    else:
+        # A hidden key must not count even if its value is NaN: 0 * NaN is NaN.
+        out = torch.where(visible[..., None], p[..., None] * v_BHSD[:, :, None], 0.0).sum(dim=-2)
     return out.transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
@@ -77,7 +78,3 @@ def visible_keys(
     if bias is not None and bias.dtype == torch.bool:
         visible = visible & bias
     return visible
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(tensor.detach().isfinite().all())
