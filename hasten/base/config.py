@@ -15,8 +15,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from hasten.base.errors import ConfigError, nearest
+from hasten.base.facts import detect
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 def parse_memory(value: str | int | float) -> int | float:
@@ -34,7 +45,9 @@ def parse_memory(value: str | int | float) -> int | float:
         elif match := re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text):
             value = float(match[1]) * _UNITS[match[2]]
         else:
-            raise ConfigError(f"memory = {value!r}: give bytes ('6GB', '6 GiB', 6000000000) or a share ('50%', 0.5)")
+            raise ConfigError(
+                f"memory = {value!r}: give bytes ('6GB', '6 GiB', 6000000000) or a share ('50%', 0.5)"
+            )
     if value <= 0:
         raise ConfigError(f"memory = {value!r}: must be positive; give bytes ('6GB') or a share (0.5)")
     return float(value) if value <= 1 else int(value)
@@ -53,8 +66,8 @@ class Config(BaseModel):
     autocast to bf16. `auto`: `bf16` where the processor has it in hardware, else `follow`. `fp32`: autocast off."""
 
     memory: int | float | None = None
-    """A bound for the process, in bytes (> 1) or as a share of the machine's memory (<= 1). It decides how
-    large the chunks of the output head and of unfused attention may be. None: the operators' own defaults."""
+    """A bound for the process, in bytes (> 1) or as a share of the machine's memory (<= 1). As many blocks as it
+    takes are recomputed in the backward pass. None: nothing but what the operators rebuild anyway."""
 
     dynamic_shape: tuple[int, int] = (128, 4096)
     """Sequence lengths between these bounds share one captured graph; see `graph/capture.py`."""
@@ -86,6 +99,12 @@ class Config(BaseModel):
             raise ValueError("must be (low, high) with 1 <= low <= high")
         return value
 
+    def memory_bytes(self) -> int | None:
+        """The bound in bytes; a share counts from what this process may use (cgroup limit or installed)."""
+        if self.memory is None or self.memory > 1:
+            return None if self.memory is None else int(self.memory)
+        return int(self.memory * detect(self.hardware).memory_limit_bytes.value)
+
     @property
     def sources(self) -> Mapping[str, str]:
         """For each field: `argument`, `default`, or the environment variable that set it."""
@@ -104,7 +123,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     found = {field: (environ[name], name) for name, field in _ENVIRONMENT.items() if environ.get(name)}
     if "level" not in found and (flag := environ.get("ENABLE_FUSED_TRANSFORMER")):
         found["level"] = ("0" if flag.lower() in ("0", "false", "off") else "3", "ENABLE_FUSED_TRANSFORMER")
-    if "memory" not in found and (text := environ.get("OPTIMIZE_MEMORY")) and text.lower() not in ("0", "1", "true", "false"):
+    if (
+        "memory" not in found
+        and (text := environ.get("OPTIMIZE_MEMORY"))
+        and text.lower() not in ("0", "1", "true", "false")
+    ):
         found["memory"] = (text, "OPTIMIZE_MEMORY")
     return found
 

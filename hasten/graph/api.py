@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ from hasten.base import allocator
 from hasten.base.config import Config, make_config
 from hasten.base.errors import ConfigError, UserError
 from hasten.base.facts import detect
-from hasten.graph.attention_bridge import AttentionDoor
+from hasten.graph.attention_bridge import AttentionDoor, transformers_roots
 from hasten.graph.blocks import repeated_blocks
 from hasten.graph.capture import BlockForward, Engine
 from hasten.graph.head import HeadForward, find_head
@@ -32,7 +34,9 @@ _user_rules: list[Rule] = []
 class _State:
     """What one optimised model carries; lives in the model's `__dict__`, not among its modules or parameters."""
 
-    def __init__(self, config: Config, engine: Engine, attention: AttentionDoor | None, doors: dict[str, str]) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, attention: AttentionDoor | None, doors: dict[str, str]
+    ) -> None:
         self.config, self.engine, self.attention, self.doors = config, engine, attention, doors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -46,12 +50,22 @@ class _State:
         return type(None), ()
 
 
+def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: a training step keeps no key-value cache unless it is asked for by name.
+
+    Transformers make one by default, also in training, where it holds the keys and values of every layer and
+    switches packing by `position_ids` off.
+    """
+    asked = any(kwargs.get(name) is not None for name in ("use_cache", "cache", "past_key_values"))
+    if module.training and torch.is_grad_enabled() and not asked:
+        return args, {**kwargs, "use_cache": False}
+    return None
+
+
 class _PrecisionForward:
     """Runs a model's forward under a fixed autocast; stands in `forward` of the instance."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        import inspect
-
         self.model, self.dtype = model, dtype
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
         self.__name__ = "forward"
@@ -95,7 +109,9 @@ def optimize(model: _Model, **settings: Any) -> _Model:
         UserError: if `model` is no `nn.Module`.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module, such as a transformers model")
+        raise UserError(
+            f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module, such as a transformers model"
+        )
     config = make_config(**settings)
     restore(model)
     engine = Engine(config, _user_rules)
@@ -104,18 +120,39 @@ def optimize(model: _Model, **settings: Any) -> _Model:
     if config.level == 0:
         doors = dict.fromkeys(("attention", "output head", "buffers", "precision"), "off: level 0")
     else:
+        # Dynamo looks at `.grad` of every input; where warnings are errors that would end the capture.
+        warnings.filterwarnings(
+            "ignore", message=r"The \.grad attribute of a Tensor", module=r"torch\.(_dynamo|_subclasses)"
+        )
         blocks = list(repeated_blocks(model))
         attention = AttentionDoor(model)
         doors["attention"] = attention.state
         for block in blocks:
             block.__dict__["forward"] = BlockForward(block, engine)
+        engine.recompute.blocks = blocks
         head, doors["output head"] = find_head(model)
         if head is not None:
             head.__dict__["forward"] = HeadForward(head)
+        _install_without_cache(model)
         doors["precision"] = _set_precision(model, config)
         doors["buffers"] = str(allocator.enable()) if config.buffers else "off: buffers=False"
     model.__dict__[_KEY] = _State(config, engine, attention, doors)
     return model
+
+
+def _install_without_cache(model: nn.Module) -> None:
+    for root in transformers_roots(model):
+        if "use_cache" in inspect.signature(root.forward).parameters and getattr(
+            root.config, "use_cache", False
+        ):
+            root.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _remove_without_cache(module: nn.Module) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _without_cache:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _set_precision(model: nn.Module, config: Config) -> str:
@@ -138,6 +175,7 @@ def restore(model: _Model) -> _Model:
     """Undoes `optimize`: bit-equal to the original. A model that is not optimised is left as it is."""
     state = model.__dict__.pop(_KEY, None)
     for module in model.modules():
+        _remove_without_cache(module)
         replaced = module.__dict__.get("forward")
         if isinstance(replaced, (BlockForward, HeadForward, _PrecisionForward)):
             del module.__dict__["forward"]
@@ -177,7 +215,7 @@ def report(model: nn.Module) -> Report:
         settings,
         dict(state.config.sources),
         state.engine.graphs,
-        state.doors,
+        {**state.doors, "memory": state.engine.recompute.state},
         state.engine.originals,
     )
 

@@ -166,7 +166,7 @@ class AttentionDoor:
         self.state = self._enter(model)
 
     def _enter(self, model: nn.Module) -> str:
-        roots = _roots(model)
+        roots = transformers_roots(model)
         if not roots:
             return "not a transformers model; attention inside the blocks is recognised in the graph"
         register()
@@ -196,10 +196,10 @@ class AttentionDoor:
         self._previous = []
 
 
-def _roots(model: nn.Module) -> list[Any]:
+def transformers_roots(model: nn.Module) -> list[Any]:
     """The outermost transformers models inside `model` (a PEFT wrapper holds one)."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [root for child in model.children() for root in _roots(child)]
+    return [root for child in model.children() for root in transformers_roots(child)]

@@ -25,7 +25,9 @@ def backend(module: fx.GraphModule, examples: Sequence[Any], **settings: Any) ->
     """
     options = settings.pop("options", None) or {}
     if settings:
-        raise ConfigError(f"backend 'hasten': unknown arguments {sorted(settings)}; pass settings as options={{...}}")
+        raise ConfigError(
+            f"backend 'hasten': unknown arguments {sorted(settings)}; pass settings as options={{...}}"
+        )
     config = make_config(**options)
     if config.level == 0:
         return module.forward

@@ -7,7 +7,7 @@ caller's autocast. Then spellings are unified:
 | written as | becomes |
 |---|---|
 | casts, views, slices, expands, dropouts that change nothing | nothing |
-| `type_as`, `_to_copy`, `float()` | `aten.to.dtype` |
+| `type_as`, `_to_copy`, `float()`; the same cast twice | `aten.to.dtype`, once |
 | non-negative dims | negative dims |
 | `x*x`, `square` | `pow(x, 2)` |
 | `1/sqrt(v)`, `v**-0.5`, `y/sqrt(v)` | `rsqrt(v)`, `y*rsqrt(v)` |
@@ -48,6 +48,7 @@ from hasten.graph.nodes import (
     replace,
     same_shape,
     same_size,
+    segments,
     shape_of,
     value,
 )
@@ -74,7 +75,8 @@ def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
     """
     mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None)
     try:
-        with _inside(mode):
+        # Without gradients nothing is saved while tracing, so hooks of the caller (checkpointing) see nothing of it.
+        with _inside(mode), torch.no_grad():
             module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
     except Exception as error:
         # Tracing runs the user's code on fake tensors: whatever it raises means the same thing here.
@@ -120,11 +122,27 @@ def canonicalise(graph: fx.Graph) -> None:
             for node in calls(graph):
                 if node.users:
                     changed |= step(graph, node)
+        changed |= _merge_casts(graph)
         prune(graph)
         if not changed:
             break
     _hoist_weights(graph)
     graph.lint()
+
+
+def _merge_casts(graph: fx.Graph) -> bool:
+    """Casts of one tensor to one dtype become one cast, so that what follows both sees the same tensor."""
+    segment, mutated = segments(graph), mutated_nodes(graph)
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    changed = False
+    for node in calls(graph):
+        if not is_call(node, aten.to.dtype) or not node.users or node in mutated or node.args[0] in mutated:
+            continue
+        kept = first.setdefault((*full_args(node), segment[node]), node)
+        if kept is not node:
+            replace(node, kept)
+            changed = True
+    return changed
 
 
 def _hoist_weights(graph: fx.Graph) -> None:

@@ -24,6 +24,7 @@ from hasten.graph.canonical import trace
 from hasten.graph.nodes import mutated_nodes
 from hasten.graph.passes import run_passes
 from hasten.graph.prove import Proved
+from hasten.graph.recompute import Recompute
 from hasten.graph.records import GraphRecord
 from hasten.graph.rules import Rule
 
@@ -40,6 +41,7 @@ class Engine:
         self.user_rules = tuple(user_rules)
         self.graphs: list[GraphRecord] = []
         self.originals: Counter[str] = Counter()
+        self.recompute = Recompute(config.memory_bytes())
         self._entries: dict[Any, Callable[..., Any]] = {}
 
     def entry(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -79,7 +81,9 @@ class Engine:
             mutates=bool(mutated_nodes(rewritten.graph)),
         )
 
-    def _rewrite(self, module: fx.GraphModule, record: GraphRecord, autocast: torch.dtype | None) -> fx.GraphModule:
+    def _rewrite(
+        self, module: fx.GraphModule, record: GraphRecord, autocast: torch.dtype | None
+    ) -> fx.GraphModule:
         examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
         rewritten = trace(module, examples)
         record.log = run_passes(rewritten, self.config.level, autocast, self.user_rules)
@@ -95,7 +99,11 @@ class Engine:
 def _state(module: fx.GraphModule, autocast: torch.dtype | None) -> str:
     values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
     symbolic = any(isinstance(v, torch.SymInt) for v in values)
-    largest = max((v for v in values if isinstance(v, torch.Tensor) and v.dim() >= 3), key=lambda v: v.dim(), default=None)
+    largest = max(
+        (v for v in values if isinstance(v, torch.Tensor) and v.dim() >= 3),
+        key=lambda v: v.dim(),
+        default=None,
+    )
     shape = "" if largest is None else " x ".join(str(d) for d in values_shape(values))
     parts = [
         "autocast " + str(autocast).removeprefix("torch.") if autocast is not None else "no autocast",
@@ -136,7 +144,11 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        reason = _why_not(self.block, args, kwargs) if self.previous is None else "the block's forward was replaced before"
+        reason = (
+            _why_not(self.block, args, kwargs)
+            if self.previous is None
+            else "the block's forward was replaced before"
+        )
         if reason:
             self.engine.originals[reason] += 1
             return self.original(*args, **kwargs)
@@ -145,7 +157,7 @@ class BlockForward:
             # As transformers' own wrapper does, with the compiled block in the place of the original.
             inner = functools.partial(self._compiled, self.block, **{**kwargs, **_no_cache(kwargs)})
             return self.block._gradient_checkpointing_func(inner, *args)
-        return self._compiled(self.block, *args, **kwargs)
+        return self.engine.recompute.run(self.block, self._compiled, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         twin = object.__new__(BlockForward)
@@ -203,7 +215,11 @@ def _why_not(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 
 def _mark_lengths(args: Sequence[Any], kwargs: dict[str, Any], bounds: tuple[int, int]) -> None:
     """Tells Dynamo that the sequence length may vary, so that a second length needs no second capture."""
-    tensors = [t for given in (*args, *kwargs.values()) for t in (given if isinstance(given, (tuple, list)) else (given,))]
+    tensors = [
+        t
+        for given in (*args, *kwargs.values())
+        for t in (given if isinstance(given, (tuple, list)) else (given,))
+    ]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point() and t.dim() == 3), None)
     if hidden is None or not bounds[0] <= hidden.shape[1] <= bounds[1]:

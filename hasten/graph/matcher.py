@@ -5,7 +5,7 @@ so both speak the same spelling. In the pattern
 - a tensor argument matches any node (the same node wherever it occurs);
 - a number argument, passed as a recognisable value while tracing, matches any number;
 - an argument with a default is not an argument of the pattern: it keeps its value;
-- a dtype inside a cast matches any dtype; views' sizes match any sizes;
+- a cast to float32 (a wide intermediate) matches one to float32 or float64, any other cast any; views' sizes match any sizes;
 - `add` and `mul` match with their operands swapped.
 
 Inner nodes of a match may have no users outside it, unless they are outputs of the pattern.
@@ -147,7 +147,8 @@ def _match(pattern: Pattern, p: Any, t: Any, match: Match) -> Match | None:
         match.numbers[name] = float(t)
         return match
     if isinstance(p, torch.dtype):
-        return match if isinstance(t, torch.dtype) else None
+        fits = isinstance(t, torch.dtype) and (p is not torch.float32 or t in (torch.float32, torch.float64))
+        return match if fits else None
     if isinstance(p, (int, float)) and isinstance(t, (int, float)):
         return match if abs(p - t) <= 1e-6 * max(abs(p), abs(t)) else None
     return match if p == t else None

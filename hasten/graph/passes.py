@@ -95,7 +95,15 @@ def run_passes(
             canonicalise(graph)
         if applied.count or applied.declined:
             seconds = time.perf_counter() - started
-            log.append(PassLog(applied.rule or name, pass_level, applied.count, seconds, tuple(dict.fromkeys(applied.declined))))
+            log.append(
+                PassLog(
+                    applied.rule or name,
+                    pass_level,
+                    applied.count,
+                    seconds,
+                    tuple(dict.fromkeys(applied.declined)),
+                )
+            )
     canonicalise(graph)
     prune(graph)
     graph.lint()

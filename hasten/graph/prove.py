@@ -113,7 +113,9 @@ def prove(original: Callee, rewritten: Callee, args: Sequence[Any], autocast: to
         for position, (a, b, t) in enumerate(zip(ours[index], theirs[index], truth[index], strict=True)):
             if a is None or b is None or t is None:
                 if (a is None) != (b is None):
-                    return Proof(False, worst["output"], None, base, f"{kind} {position} is missing on one side")
+                    return Proof(
+                        False, worst["output"], None, base, f"{kind} {position} is missing on one side"
+                    )
                 continue
             if a.shape != b.shape or a.dtype != b.dtype:
                 return Proof(

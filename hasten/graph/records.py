@@ -103,7 +103,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"hasten report: {self.model}"]
-        shown = ", ".join(f"{name}={value} ({self.sources.get(name, '?')})" for name, value in self.settings.items())
+        shown = ", ".join(
+            f"{name}={value} ({self.sources.get(name, '?')})" for name, value in self.settings.items()
+        )
         lines.append(f"  settings: {shown}")
         blocks = ", ".join(f"{count} x {name}" for name, count in self.blocks.items()) or "none found"
         lines.append(f"  repeated blocks: {blocks}")
@@ -117,15 +119,23 @@ class Report:
 
 
 def _graph_lines(graph: GraphRecord) -> list[str]:
-    lines = [f"  graph of {graph.block} [{graph.state}], captured in {graph.capture_s:.2f} s, runs {graph.runs}"]
+    lines = [
+        f"  graph of {graph.block} [{graph.state}], captured in {graph.capture_s:.2f} s, runs {graph.runs}"
+    ]
     if graph.reason:
         lines.append(f"    because: {graph.reason}")
     if graph.operators:
-        lines.append("    operators: " + ", ".join(f"{n} x {name}" for name, n in sorted(graph.operators.items())))
+        lines.append(
+            "    operators: " + ", ".join(f"{n} x {name}" for name, n in sorted(graph.operators.items()))
+        )
     for entry in graph.log:
         if entry.count:
-            lines.append(f"    level {entry.level} {entry.name}: {entry.count} replaced in {entry.seconds * 1e3:.0f} ms")
-        lines += [f"    level {entry.level} {entry.name}: left, because {reason}" for reason in entry.declined]
+            lines.append(
+                f"    level {entry.level} {entry.name}: {entry.count} replaced in {entry.seconds * 1e3:.0f} ms"
+            )
+        lines += [
+            f"    level {entry.level} {entry.name}: left, because {reason}" for reason in entry.declined
+        ]
     if graph.proof is not None:
         proof = graph.proof
         gradient = "" if proof.worst_gradient is None else f", gradients {proof.worst_gradient:.1e}"

@@ -168,6 +168,14 @@ def _rotary_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return x * cos + rotate_pairs(x) * sin
 
 
+def _rotary_half_wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return _rotary_half(x.to(torch.float32), cos, sin).to(x.dtype)
+
+
+def _rotary_pairs_wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return _rotary_pairs(x.to(torch.float32), cos, sin).to(x.dtype)
+
+
 def _heads_dim(context: Context) -> int | None:
     """Which dim of cos (rank 4) is the broadcast one for the heads: 1 for [B,1,S,R], 2 for [B,S,1,R]."""
     cos, x = context.shape("cos"), context.shape("x")
@@ -216,7 +224,13 @@ def _rotaries() -> Iterator[Rule]:
     def examples() -> Sequence[torch.Tensor]:
         return [_rand(2, 3, 5, 8), _rand(2, 1, 5, 8), _rand(2, 1, 5, 8)]
 
+    def narrow() -> Sequence[torch.Tensor]:
+        return [_rand(2, 3, 5, 8, dtype=torch.bfloat16), _rand(2, 1, 5, 8), _rand(2, 1, 5, 8)]
+
     reason = "rotary position embedding (Su et al. 2021) with the model's own cos and sin"
+    wide = reason + "; the operator computes in fp32 by itself"
+    yield Rule("rotary", _rotary_half_wide, _rotary_replacement(False), narrow, 1, wide, _rotary_condition)
+    yield Rule("rotary", _rotary_pairs_wide, _rotary_replacement(True), narrow, 1, wide, _rotary_condition)
     yield Rule("rotary", _rotary_half, _rotary_replacement(False), examples, 1, reason, _rotary_condition)
     yield Rule("rotary", _rotary_pairs, _rotary_replacement(True), examples, 1, reason, _rotary_condition)
 

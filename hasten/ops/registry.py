@@ -59,7 +59,9 @@ def operator(
         def backward_without_autocast(ctx: Any, *grads: Any) -> Any:
             if torch.is_grad_enabled():
                 # The formulas treat saved statistics as constants: a second derivative would be wrong.
-                raise RuntimeError(f"hasten::{name} has no second derivative; call backward without create_graph=True")
+                raise RuntimeError(
+                    f"hasten::{name} has no second derivative; call backward without create_graph=True"
+                )
             with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
                 return backward(ctx, *grads)
 

@@ -135,10 +135,13 @@ def assert_rewritten(model: nn.Module) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # torch's Dynamo looks at `.grad` of every input and hides the warning, which does not hide it from `-W error`.
+    # Dynamo looks at `.grad` of every input and makes an instance of every autograd.Function. It hides the warnings
+    # about itself from the screen, but not from `-W error`.
+    own = ("The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
     for item in items:
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"))
+            for message in own:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
 
 
 @pytest.fixture(autouse=True)
