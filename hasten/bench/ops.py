@@ -127,27 +127,12 @@ def choose(cases: dict[str, list[Case]], op: str | None, case: str | None) -> li
 def render(report: OpsReport) -> RenderableType:
     """A table for a terminal, and the errors of the rows that do not agree."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in (
-        "operator",
-        "case",
-        "dtype",
-        "pass",
-        "hasten",
-        "torch",
-        "ratio",
-        "GB/s",
-        "GFLOP/s",
-        "of limit",
-    ):
-        table.add_column(
-            heading, justify="left" if heading in ("operator", "case", "dtype", "pass") else "right"
-        )
+    table.add_column("operator, case, dtype, pass", overflow="fold")
+    for heading in ("hasten", "torch", "ratio", "GB/s", "GFLOP/s", "of limit"):
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in report.rows:
         table.add_row(
-            row.op,
-            row.case,
-            row.dtype,
-            row.what,
+            f"{row.op} {row.case} {row.dtype} {row.what}",
             _duration(row.hasten_s),
             _duration(row.torch_s),
             f"{row.ratio:.2f}x" if row.ratio is not None else "differs",

@@ -135,6 +135,8 @@ def _replace(graph: fx.Graph, rule: Rule, context: Context, position: dict[fx.No
         if node not in before:
             if isinstance(node.target, torch._ops.OpOverloadPacket):
                 node.target = node.target.default
+            if node.op == "call_method":  # `x.float()` in a replacement
+                node.op, node.target = "call_function", getattr(torch.Tensor, str(node.target))
             annotate(node)
             node.meta["rule"] = rule.name
     for old, new in zip(match.outputs, results, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,6 +122,15 @@ def _options(q: Tensor, *arguments: Any) -> blocked.Options:
     )
 
 
+def _as_intervals(options: blocked.Options) -> blocked.Options:
+    """A dense boolean mask that is one interval a row becomes ranges, so that whole blocks can be skipped."""
+    bias = options.bias
+    if options.ranges is not None or bias is None or bias.dtype != torch.bool or bias.shape[1] != 1:
+        return options
+    ranges = ranges_from_mask(bias)
+    return options if ranges is None else replace(options, ranges=ranges, bias=None)
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -197,7 +207,7 @@ def _backward_forward(
             lse.new_empty(0),
             lse.new_empty(0),
         )
-    return blocked.backward(grad_out, q, k, v, out, lse, options, bias_grad)
+    return blocked.backward(grad_out, q, k, v, out, lse, _as_intervals(options), bias_grad)
 
 
 def _backward_fake(
