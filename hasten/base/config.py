@@ -1,8 +1,8 @@
 """The settings of `hasten.optimize`, and where each value came from.
 
 An explicit argument wins over the environment, the environment over the default. `HASTEN_*` are the names of
-this project; `ENABLE_FUSED_TRANSFORMER` and `OPTIMIZE_MEMORY` are accepted because users of Ascend's stack know
-them.
+this project; `ENABLE_FUSED_TRANSFORMER` and `OPTIMIZE_MEMORY` are accepted because users of Ascend's stack
+know them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ class Config(BaseModel):
 
     precision: Literal["follow", "auto", "bf16", "fp32"] = "follow"
     """`follow`: the caller's `torch.autocast` and the model's dtype. `bf16`: the model's forward runs under
-    autocast to bf16. `auto`: `bf16` where the processor has it in hardware, else `follow`. `fp32`: autocast off."""
+    autocast to bf16. `auto`: `bf16` where the processor has it in hardware, else `follow`. `fp32`: autocast
+    off."""
 
     memory: int | float | None = None
-    """A bound for the process, in bytes (> 1) or as a share of the machine's memory (<= 1). As many blocks as it
-    takes are recomputed in the backward pass. None: nothing but what the operators rebuild anyway."""
+    """A bound for the process, in bytes (> 1) or as a share of the machine's memory (<= 1). As many blocks as
+    it takes are recomputed in the backward pass. None: nothing but what the operators rebuild anyway."""
 
     dynamic_shape: tuple[int, int] = (128, 4096)
     """Sequence lengths between these bounds share one captured graph; see `graph/capture.py`."""
@@ -136,7 +137,8 @@ def make_config(environ: Mapping[str, str] | None = None, **arguments: Any) -> C
     """The settings in force: `arguments`, then the environment, then the defaults.
 
     Raises:
-        ConfigError: for an unknown name or a value out of range; names the field, the value and what is allowed.
+        ConfigError: for an unknown name or a value out of range; names the field, the value and what is
+        allowed.
     """
     for name in arguments:
         if name not in Config.model_fields:

@@ -32,7 +32,7 @@ _user_rules: list[Rule] = []
 
 
 class _State:
-    """What one optimised model carries; lives in the model's `__dict__`, not among its modules or parameters."""
+    """What one optimised model carries, in its `__dict__`: neither a module nor a parameter."""
 
     def __init__(
         self, config: Config, engine: Engine, attention: AttentionDoor | None, doors: dict[str, str]
@@ -110,7 +110,7 @@ def optimize(model: _Model, **settings: Any) -> _Model:
     """
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module, such as a transformers model"
+            f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module (a transformers model is one)"
         )
     config = make_config(**settings)
     restore(model)

@@ -1,7 +1,7 @@
 """PyTorch's own door: `torch.compile(model, backend="hasten")`.
 
-The whole model is one graph here (or a few, where Dynamo breaks it), so the rules see across layers: a residual
-sum at the end of one layer joins the norm at the start of the next.
+The whole model is one graph here (or a few, where Dynamo breaks it), so the rules see across layers: a
+residual sum at the end of one layer joins the norm at the start of the next.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """From Dynamo's graph to a proved, rewritten one; and how repeated blocks enter Dynamo.
 
-`Engine` belongs to one optimised model. It holds one compiled entry for each class of block, so that all layers
-of a class share their graphs: a model of 30 equal layers is captured once, and once more when a second sequence
-length comes (then with symbolic sizes). Lengths inside `Config.dynamic_shape` are symbolic from the start.
+`Engine` belongs to one optimised model. It holds one compiled entry for each class of block, so that all
+layers of a class share their graphs: a model of 30 equal layers is captured once, and once more when a second
+sequence length comes (then with symbolic sizes). Lengths inside `Config.dynamic_shape` are symbolic from the
+start.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class BlockForward:
 
 
 def _without_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward below the wrapper that transformers puts on every subclass of `GradientCheckpointingLayer`."""
+    """The forward below the wrapper that transformers puts on each `GradientCheckpointingLayer`."""
     while function.__code__.co_name == "forward_with_checkpointing":
         function = function.__wrapped__  # type: ignore[attr-defined]
     return function

@@ -1,16 +1,19 @@
-"""THE order of everything that is done to a captured graph. One list; the report prints it with counts and times.
+"""THE order of everything that is done to a captured graph. One list; the report prints it with counts and
+times.
 
 | level | pass | what it needs before it |
 |---|---|---|
 | 0 | spelling rules | the canonical form |
 | 1 | user's rules, then the built-in rules | one spelling |
 | 1 | linear + activation | activations |
-| 2 | norm + projections, projections together, activation + projection, residual + norm, narrow results | level 1's operators |
+| 2 | norm + projections, projections together, activation + projection | level 1's operators |
+| 2 | residual + norm, narrow results | the passes above, which take their share first |
 | 3 | fold constants | all the rest, so that only what nobody fused is folded |
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,19 +64,23 @@ _STRUCTURAL: tuple[tuple[int, Pass], ...] = (
 )
 
 
+def _apply(rule: Rule, graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
+    return apply_rule(graph, rule, autocast)
+
+
 def ordered(level: int, user_rules: Sequence[Rule] = ()) -> Iterator[tuple[str, int, Pass]]:
     """The passes up to `level`, in the order in which they run: (name, level, function)."""
     for rule_level in (0, 1):
         for rule in (*user_rules, *BUILTIN):
             if rule.level == rule_level <= level:
-                yield rule.name, rule_level, lambda graph, autocast, r=rule: apply_rule(graph, r, autocast)  # type: ignore[misc]
+                yield rule.name, rule_level, functools.partial(_apply, rule)
         for pass_level, function in _STRUCTURAL:
             if pass_level == rule_level <= level:
                 yield function.__name__, pass_level, function
     for later in (2, 3):
         for rule in user_rules:
             if rule.level == later <= level:
-                yield rule.name, later, lambda graph, autocast, r=rule: apply_rule(graph, r, autocast)  # type: ignore[misc]
+                yield rule.name, later, functools.partial(_apply, rule)
         for pass_level, function in _STRUCTURAL:
             if pass_level == later <= level:
                 yield function.__name__, pass_level, function

@@ -1,8 +1,8 @@
 """Proof and measurement of one rewritten graph on its first real inputs.
 
 The original runs in the caller's precision and once more in a higher one (fp32 for low precision, float64 for
-fp32); the rewritten graph passes if its error against that truth is at most twice the original's, plus a floor.
-Both are timed; where the rewritten graph is clearly slower, the original is kept.
+fp32); the rewritten graph passes if its error against that truth is at most twice the original's, plus a
+floor. Both are timed; where the rewritten graph is clearly slower, the original is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Callee = Callable[..., Sequence[Any]]
 _FLOORS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _MIN_TOKENS_TO_MEASURE = 256
 _SLOWER = 1.10
-# Share of the largest gradient's root mean square below which a gradient counts as having no scale of its own.
+# Share of the largest gradient's root mean square below which a gradient counts as having no scale of its
+# own.
 _NO_SCALE = 1e-2
 _ROUNDS = 2
 
@@ -157,7 +158,7 @@ def _run(callee: Callee, args: list[Any], seeds: list[torch.Tensor] | None) -> t
 
 
 def _leaves(args: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
-    """The arguments as fresh leaves of autograd, cast to `dtype`; nothing that the caller holds is touched."""
+    """The arguments as fresh leaves of autograd, cast to `dtype`; what the caller holds is not touched."""
     fresh = []
     for a in args:
         if isinstance(a, torch.Tensor):
@@ -176,7 +177,7 @@ def _rms(a: torch.Tensor) -> float:
 
 
 def _relative(a: torch.Tensor, truth: torch.Tensor, scale: float) -> float:
-    """Root mean square of the difference over `scale`; infinite where one side is not finite and the other is."""
+    """RMS of the difference over `scale`; infinite where one side is not finite and the other is."""
     finite = torch.isfinite(truth)
     if not torch.equal(torch.isfinite(a), finite):
         return float("inf")
@@ -212,7 +213,7 @@ def _apart(work: Callable[[], None]) -> None:
     def guarded() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  (re-raised in the caller's thread)
+        except BaseException as error:  # re-raised in the caller's thread
             failure.append(error)
 
     thread = threading.Thread(target=guarded, name="hasten-proof")

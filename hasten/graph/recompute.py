@@ -1,9 +1,9 @@
 """A bound on memory, kept by recomputing whole blocks in the backward pass (Chen et al. 2016).
 
-The operators already rebuild what is cheap; this is for what is left. On the first training forward the bytes that
-one block stores for its backward pass are counted. From the process's memory at that moment, what is still to come
-(gradients, the optimizer's two moments) and the blocks ahead follows how many blocks must be recomputed, first ones
-first, since theirs are held longest.
+The operators already rebuild what is cheap; this is for what is left. On the first training forward the bytes
+that one block stores for its backward pass are counted. From the process's memory at that moment, what is
+still to come (gradients, the optimizer's two moments) and the blocks ahead follows how many blocks must be
+recomputed, first ones first, since theirs are held longest.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Recompute:
         self.recomputed = min(count, max(0, math.ceil((needed - room) / freed)))
         fits = needed - self.recomputed * freed <= room
         self.state = (
-            f"bound {_gb(self.bound_bytes)}: {self.recomputed} of {count} blocks are recomputed in the backward pass "
+            f"bound {_gb(self.bound_bytes)}: "
+            f"{self.recomputed} of {count} blocks are recomputed in the backward pass "
             f"({_gb(stored_bytes)} stored by one block)"
         )
         if not fits:

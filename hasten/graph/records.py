@@ -11,7 +11,7 @@ from hasten.graph.passes import PassLog
 
 @dataclass
 class Proof:
-    """Comparison of one rewritten graph with the original: relative errors against a run in higher precision."""
+    """One rewritten graph against the original: relative errors against a run in higher precision."""
 
     passed: bool
     worst_output: float
@@ -131,7 +131,7 @@ def _graph_lines(graph: GraphRecord) -> list[str]:
     for entry in graph.log:
         if entry.count:
             lines.append(
-                f"    level {entry.level} {entry.name}: {entry.count} replaced in {entry.seconds * 1e3:.0f} ms"
+                f"    level {entry.level} {entry.name}: {entry.count} replaced, {entry.seconds * 1e3:.0f} ms"
             )
         lines += [
             f"    level {entry.level} {entry.name}: left, because {reason}" for reason in entry.declined

@@ -7,7 +7,7 @@ An operator folder holds `reference.py` (the meaning, in plain torch) and calls 
 - `fake`      shapes and dtypes only, for tracing;
 - `save`      which tensors the backward pass needs: `save(ctx, inputs, output)`;
 - `backward`  explicit gradients; runs with autocast off whatever the caller's state is;
-- `autocast`  how the arguments change inside `torch.autocast(device, dtype)`: `autocast(dtype, *args) -> args`.
+- `autocast`  how the arguments change inside `torch.autocast`: `autocast(dtype, *args) -> args`.
   Without it the operator keeps its dtypes, like a norm.
 
 Native kernels register later under the same schema with `torch.library.impl("hasten::name", "CPU")`.
@@ -98,7 +98,7 @@ def _autocast_kernel(
 
 
 def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Autocast's rule for one argument: floating tensors narrower than float64 change to `dtype`, others stay."""
+    """Autocast's rule for one argument: floating tensors narrower than float64 become `dtype`."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
         return tensor
     return tensor.to(dtype)
