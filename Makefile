@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 CPP_FILES := $(shell find hasten -name '*.cpp' -o -name '*.h' 2>/dev/null)
-# Two processes with one thread each: `docs/LOG.md` has the measurement against one process with two threads.
+# Two processes with one thread each.
 PYTEST_FLAGS ?= -n 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

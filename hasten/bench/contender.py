@@ -3,8 +3,8 @@
 Opens the model, takes the steps, continues the prompt, writes what it measured to OUT.json. On standard
 output it sends one line of JSON for each thing that happened (see `contenders.EVENT`), for a progress bar.
 
-Every contender does what a user would write: `loss = model(input_ids, labels=..., position_ids=...).loss`,
-under autocast where it is bf16, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+Every contender does what a user would write: `model(input_ids, labels=..., position_ids=...).loss` without a
+cache, under autocast where it is bf16, then `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         columns = {name: torch.from_numpy(blocks[name]) for name in blocks.files}
     accepted = inspect.signature(model.forward).parameters
     columns = {name: values for name, values in columns.items() if name in accepted}
+    # With a cache, which transformers makes by default, packed documents would see each other.
+    settings = {"use_cache": False} if "use_cache" in accepted else {}
     size = model_size(model)
     open_s, rss_open = time.perf_counter() - begin, resident_bytes()
     emit(event="opened", seconds=open_s)
@@ -66,7 +68,7 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         rows = slice(step * spec.batch, (step + 1) * spec.batch)
         batch = {name: values[rows] for name, values in columns.items()}
         with _precision(kind, spec):
-            loss = forward(**batch).loss
+            loss = forward(**batch, **settings).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

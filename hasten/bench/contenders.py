@@ -32,7 +32,7 @@ CONTENDERS: dict[str, Kind] = {
     "hasten-fp32": Kind("hasten.optimize and hasten's AdamW in fp32", "hasten", False),
 }
 
-DEFAULT = ("eager-fp32", "eager-bf16", "eager-bf16-malloc", "compile-bf16", "hasten")
+DEFAULT = ("eager-fp32", "eager-bf16", "eager-bf16-malloc", "compile-bf16", "hasten", "hasten-fp32")
 BASES = ("eager-bf16", "eager-bf16-malloc")
 """What ratios are taken against; `eager-fp32` for the contenders in fp32."""
 

@@ -82,7 +82,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         )
         for name, found in outcomes.items()
     }
-    agreed = compare.agreements(contenders)
+    agreed = compare.agreements(contenders, tokens)
     return report.BenchReport(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(["hasten", *sys.argv[1:]]),

@@ -1,9 +1,9 @@
 """Attention of Hugging Face models, through their own two registries.
 
-The mask function turns whatever mask the model asks for into one small integer tensor: for each query the first
-visible key and the one after the last, `[batch, queries, 2]`. All limits (causal, window, padding, packed
-documents) are in it, so nothing can be lost between the two functions. A mask that is no interval stays dense.
-Registering adds a name to the registries and changes no other model; a model uses it after
+The mask function turns whatever mask the model asks for into one small integer tensor: for each query the
+first visible key and the one after the last, `[batch, queries, 2]`. All limits (causal, window, padding,
+packed documents) are in it, so nothing can be lost between the two functions. A mask that is no interval
+stays dense. Registering adds a name to the registries and changes no other model; a model uses it after
 `set_attn_implementation("hasten")`.
 """
 
@@ -81,10 +81,21 @@ def _add_mask(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _with_dropout(
-    module: nn.Module, query: Any, key: Any, value: Any, ranges: Any, bias: Any, causal: bool, dropout: float, scaling: Any, softcap: Any
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    ranges: Any,
+    bias: Any,
+    causal: bool,
+    dropout: float,
+    scaling: Any,
+    softcap: Any,
 ) -> torch.Tensor:
     if softcap:
-        raise NotImplementedError(f"attention dropout {dropout} together with soft-cap {softcap}; set one of them to 0")
+        raise NotImplementedError(
+            f"attention dropout {dropout} together with soft-cap {softcap}; set one of them to 0"
+        )
     mask = _visible(ranges, key.shape[2]) if ranges is not None else bias
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -126,7 +137,9 @@ def mask_forward(
 
     if torch.compiler.is_compiling():
         return rows(0, q_length)
-    simple = _simple_ranges(batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, kwargs)
+    simple = _simple_ranges(
+        batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, kwargs
+    )
     if simple is not None:
         return simple
     pieces = []
@@ -139,7 +152,14 @@ def mask_forward(
 
 
 def _simple_ranges(
-    batch: int, queries: int, keys: int, q_offset: Any, kv_offset: int, function: Any, padding: Any, kwargs: dict[str, Any]
+    batch: int,
+    queries: int,
+    keys: int,
+    q_offset: Any,
+    kv_offset: int,
+    function: Any,
+    padding: Any,
+    kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Ranges without a dense mask for the two commonest cases: plain causal and plain bidirectional."""
     from transformers import masking_utils
@@ -150,7 +170,9 @@ def _simple_ranges(
     ranges = torch.zeros(1, queries, 2, dtype=torch.int32, device=device)
     if function is masking_utils.causal_mask_function:
         first = q_offset - kv_offset + 1
-        ranges[0, :, 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(0, keys)
+        ranges[0, :, 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(
+            0, keys
+        )
     elif function is masking_utils.bidirectional_mask_function:
         ranges[0, :, 1] = keys
     else:
@@ -171,10 +193,17 @@ class AttentionDoor:
             return "not a transformers model; attention inside the blocks is recognised in the graph"
         register()
         for root in roots:
-            configs = {id(m.config): m.config for m in root.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")}
+            configs = {
+                id(m.config): m.config
+                for m in root.modules()
+                if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")
+            }
             before = [(config, config._attn_implementation) for config in configs.values()]
             if any(name and name.startswith(("flash", "flex", "paged")) for _, name in before):
                 return f"left on {before[0][1]!r}, which was chosen explicitly"
+            if not type(root)._can_set_attn_implementation():
+                self.leave()
+                return "the model does not dispatch attention through transformers' registry"
             try:
                 root.set_attn_implementation(NAME)
             except (ValueError, NotImplementedError, KeyError) as error:

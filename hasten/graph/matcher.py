@@ -1,11 +1,12 @@
 """Finding a pattern, itself an ATen graph, inside another ATen graph.
 
-A pattern is a plain PyTorch function traced on small example tensors and canonicalised like the model's graph,
+A pattern is a plain PyTorch function, traced on small example tensors and canonicalised like the model's,
 so both speak the same spelling. In the pattern
 - a tensor argument matches any node (the same node wherever it occurs);
 - a number argument, passed as a recognisable value while tracing, matches any number;
 - an argument with a default is not an argument of the pattern: it keeps its value;
-- a cast to float32 (a wide intermediate) matches one to float32 or float64, any other cast any; views' sizes match any sizes;
+- a cast to float32 (a wide intermediate) matches one to float32 or float64, any other cast any cast;
+- views' sizes match any sizes;
 - `add` and `mul` match with their operands swapped.
 
 Inner nodes of a match may have no users outside it, unless they are outputs of the pattern.
@@ -177,5 +178,3 @@ def _match_call(pattern: Pattern, p: fx.Node, t: fx.Node, match: Match) -> Match
             attempt.nodes[p] = t
             return attempt
     return None
-
-

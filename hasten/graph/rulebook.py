@@ -1,7 +1,7 @@
 """The rules that come with hasten, as one ordered table.
 
 Level 0 unifies spellings that need more than one node; level 1 makes operators. What works inside a layer or
-across layers has a varying number of branches (three projections, two, one), so it is written as passes over the
+across layers has a varying number of branches (three projections, two, one), so it is a pass over the
 operators of level 1: see `hasten/graph/layer_passes.py`.
 """
 
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from hasten.graph.canonical import rotate_half, rotate_pairs
-from hasten.graph.nodes import aten, is_call, rank_of, same_size, shape_of
+from hasten.graph.attention_rules import attentions
+from hasten.graph.canonical_steps import rotate_half, rotate_pairs
+from hasten.graph.nodes import aten, is_call, rank_of, shape_of
 from hasten.graph.rules import Context, Rule
 
 hasten_ops = torch.ops.hasten
@@ -60,8 +61,17 @@ def _spelling() -> Iterator[Rule]:
             "spelling.gelu_tanh", pattern, lambda x: aten.gelu.default(x, approximate="tanh"), examples, 0,
             "the tanh approximation of GELU (Hendrycks & Gimpel 2016), multiplied out",
         )  # fmt: skip
-    yield Rule("spelling.gelu", _gelu_erf, lambda x: aten.gelu.default(x), examples, 0, "GELU by its definition with erf")
-    yield Rule("spelling.silu", _silu_product, lambda x: aten.silu.default(x), examples, 0, "SiLU(x) = x sigmoid(x)")
+    yield Rule(
+        "spelling.gelu",
+        _gelu_erf,
+        lambda x: aten.gelu.default(x),
+        examples,
+        0,
+        "GELU by its definition with erf",
+    )
+    yield Rule(
+        "spelling.silu", _silu_product, lambda x: aten.silu.default(x), examples, 0, "SiLU(x) = x sigmoid(x)"
+    )
 
 
 # --- level 1: norms -----------------------------------------------------------------------------------------
@@ -98,6 +108,23 @@ def _rms_narrow(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     return weight * (x * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
+def _layer_core(x: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    return (wide - mean) * torch.rsqrt(variance + eps)
+
+
+def _layer_written_out(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return (weight.to(torch.float32) * _layer_core(x, eps)).to(x.dtype)
+
+
+def _layer_written_out_bias(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return (weight.to(torch.float32) * _layer_core(x, eps) + bias.to(torch.float32)).to(x.dtype)
+
+
 def _rms_replacement(offset: float, round_first: bool) -> Callable[..., Any]:
     def replacement(x: Any, eps: float, context: Context, weight: Any = None) -> Any:
         return hasten_ops.rms_norm(x, weight, eps, offset, round_first, context.dtype())[0]
@@ -105,10 +132,10 @@ def _rms_replacement(offset: float, round_first: bool) -> Callable[..., Any]:
     return replacement
 
 
-def _rms_condition(context: Context) -> str:
+def _weight_condition(context: Context) -> str:
     weight = context.match.inputs.get("weight")
     if weight is not None and shape_of(weight) != shape_of(context.match.inputs["x"])[-1:]:
-        return f"rms_norm: weight of shape {shape_of(weight)} is not the last dim"
+        return f"norm: weight of shape {shape_of(weight)} is not the last dim"
     return ""
 
 
@@ -126,18 +153,27 @@ def _norms() -> Iterator[Rule]:
         yield Rule(
             "rms_norm", pattern, _rms_replacement(offset, round_first),
             lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
-            "RMSNorm (Zhang & Sennrich 2019) in fp32, rounded where the model rounds", _rms_condition,
+            "RMSNorm (Zhang & Sennrich 2019) in fp32, rounded where the model rounds", _weight_condition,
         )  # fmt: skip
     for x_dtype in dtypes:
         yield Rule(
-            "rms_norm", _rms_plain, _rms_replacement(0.0, False), lambda a=x_dtype: [_rand(2, 3, 8, dtype=a)], 1,
-            "RMSNorm without a weight", _rms_condition,
+            "rms_norm", _rms_plain, _rms_replacement(0.0, False),
+            lambda a=x_dtype: [_rand(2, 3, 8, dtype=a)], 1,
+            "RMSNorm without a weight", _weight_condition,
         )  # fmt: skip
 
     def f_rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    yield Rule("rms_norm", f_rms, _rms_replacement(0.0, False), lambda: [_rand(2, 3, 8), _rand(8)], 1, "torch's own RMSNorm", _rms_condition)
+    yield Rule(
+        "rms_norm",
+        f_rms,
+        _rms_replacement(0.0, False),
+        lambda: [_rand(2, 3, 8), _rand(8)],
+        1,
+        "torch's own RMSNorm",
+        _weight_condition,
+    )
 
     def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
@@ -152,6 +188,17 @@ def _norms() -> Iterator[Rule]:
         return hasten_ops.layer_norm(x, weight, bias, eps, context.dtype())[0]
 
     reason = "LayerNorm (Ba et al. 2016) over the last dim"
+    for x_dtype, w_dtype in itertools.product(dtypes, dtypes):
+        yield Rule(
+            "layer_norm", _layer_written_out_bias, to_layer_norm,
+            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b), _rand(8, dtype=b)], 1,
+            reason, _weight_condition,
+        )  # fmt: skip
+        yield Rule(
+            "layer_norm", _layer_written_out, to_layer_norm,
+            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
+            reason, _weight_condition,
+        )  # fmt: skip
     yield Rule("layer_norm", layer, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8), _rand(8)], 1, reason)
     yield Rule("layer_norm", layer_no_bias, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8)], 1, reason)
     yield Rule("layer_norm", layer_plain, to_layer_norm, lambda: [_rand(2, 3, 8)], 1, reason)
@@ -166,6 +213,18 @@ def _rotary_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 def _rotary_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x * cos + rotate_pairs(x) * sin
+
+
+def _rotary_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """cos and sin of half the width, each half of x turned by itself."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def _rotary_strided(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """cos and sin of half the width, the even and the odd channels turned by themselves."""
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
 def _rotary_half_wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -195,7 +254,9 @@ def _heads_dim(context: Context) -> int | None:
 
 def _rotary_condition(context: Context) -> str:
     if _heads_dim(context) is None:
-        return f"rotary: cos of shape {context.shape('cos')} does not tell heads from positions of x {context.shape('x')}"
+        return (
+            f"rotary: cos {context.shape('cos')} does not tell heads from positions of x {context.shape('x')}"
+        )
     return ""
 
 
@@ -206,12 +267,16 @@ def _without_heads(table: Any, dim: int) -> Any:
     return aten.squeeze.dim(table, dim)
 
 
-def _rotary_replacement(interleaved: bool) -> Callable[..., Any]:
+def _rotary_replacement(interleaved: bool, half_width: bool = False) -> Callable[..., Any]:
     def replacement(x: Any, cos: Any, sin: Any, context: Context) -> Any:
         dim = _heads_dim(context)
         if dim is None:
             raise ValueError("replacement called where the condition did not hold")
         cos, sin = _without_heads(cos, dim), _without_heads(sin, dim)
+        if half_width and interleaved:
+            cos, sin = (aten.repeat_interleave.self_int(t, 2, -1) for t in (cos, sin))
+        elif half_width:
+            cos, sin = (aten.cat.default([t, t], -1) for t in (cos, sin))
         if dim == 1:
             return hasten_ops.rotary(x, cos, sin, interleaved, context.dtype())
         turned = hasten_ops.rotary(aten.transpose.int(x, 1, 2), cos, sin, interleaved, context.dtype())
@@ -228,6 +293,12 @@ def _rotaries() -> Iterator[Rule]:
         return [_rand(2, 3, 5, 8, dtype=torch.bfloat16), _rand(2, 1, 5, 8), _rand(2, 1, 5, 8)]
 
     reason = "rotary position embedding (Su et al. 2021) with the model's own cos and sin"
+
+    def half() -> Sequence[torch.Tensor]:
+        return [_rand(2, 3, 5, 8), _rand(2, 1, 5, 4), _rand(2, 1, 5, 4)]
+
+    yield Rule("rotary", _rotary_halves, _rotary_replacement(False, True), half, 1, reason, _rotary_condition)
+    yield Rule("rotary", _rotary_strided, _rotary_replacement(True, True), half, 1, reason, _rotary_condition)
     wide = reason + "; the operator computes in fp32 by itself"
     yield Rule("rotary", _rotary_half_wide, _rotary_replacement(False), narrow, 1, wide, _rotary_condition)
     yield Rule("rotary", _rotary_pairs_wide, _rotary_replacement(True), narrow, 1, wide, _rotary_condition)
@@ -266,11 +337,13 @@ def _activations() -> Iterator[Rule]:
         yield Rule(
             "gated_activation", lambda gate, up, f=function: f(gate) * up,
             lambda gate, up, k=kind: hasten_ops.gated_activation(gate, up, k), pair, 1,
-            "gated linear unit (Shazeer 2020); the backward pass rebuilds the activation", _same_shapes("gate", "up"),
+            "gated linear unit (Shazeer 2020); the backward pass rebuilds the activation",
+            _same_shapes("gate", "up"),
         )  # fmt: skip
     yield Rule(
         "gated_activation", lambda gate, up: torch.sigmoid(gate) * up,
-        lambda gate, up: hasten_ops.gated_activation(gate, up, "sigmoid"), pair, 1, "GLU (Dauphin et al. 2017)",
+        lambda gate, up: hasten_ops.gated_activation(gate, up, "sigmoid"), pair, 1,
+        "GLU (Dauphin et al. 2017)",
         _same_shapes("gate", "up"),
     )  # fmt: skip
     for kind, function in _ACTIVATIONS.items():
@@ -280,103 +353,4 @@ def _activations() -> Iterator[Rule]:
         )  # fmt: skip
 
 
-# --- level 1: attention -------------------------------------------------------------------------------------
-
-
-def _sdpa_patterns() -> Iterator[tuple[Callable[..., Any], bool, bool, bool, bool]]:
-    for masked, causal, scaled, gqa in itertools.product((False, True), repeat=4):
-        if masked and causal:
-            continue
-        if masked and scaled:
-
-            def pattern(q: Any, k: Any, v: Any, bias: Any, scale: float, g: bool = gqa) -> Any:
-                return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=g)
-        elif masked:
-
-            def pattern(q: Any, k: Any, v: Any, bias: Any, g: bool = gqa) -> Any:  # type: ignore[misc]
-                return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=g)
-        elif scaled:
-
-            def pattern(q: Any, k: Any, v: Any, scale: float, c: bool = causal, g: bool = gqa) -> Any:  # type: ignore[misc]
-                return F.scaled_dot_product_attention(q, k, v, is_causal=c, scale=scale, enable_gqa=g)
-        else:
-
-            def pattern(q: Any, k: Any, v: Any, c: bool = causal, g: bool = gqa) -> Any:  # type: ignore[misc]
-                return F.scaled_dot_product_attention(q, k, v, is_causal=c, enable_gqa=g)
-
-        yield pattern, masked, causal, scaled, gqa
-
-
-def _attention_condition(causal: bool) -> Callable[[Context], str]:
-    def condition(context: Context) -> str:
-        q, k = context.shape("q"), context.shape("k")
-        if len(q) != 4:
-            return f"attention: q has {len(q)} dims, not [batch, heads, positions, head dim]"
-        if causal and str(q[2]) != str(k[2]):
-            return "attention: causal with different lengths (torch aligns top-left, the operator bottom-right)"
-        if "bias" in context.match.inputs and len(context.shape("bias")) != 4:
-            return f"attention: mask of shape {context.shape('bias')} is not [batch, heads, queries, keys]"
-        return ""
-
-    return condition
-
-
-def _one_row_a_query(bias: Any, q: Any, context: Context) -> Any:
-    """A mask of one row for all queries (padding of keys) as a view with a row for each, as the operator takes it."""
-    if bias is None or same_size(context.shape("bias")[2], context.shape("q")[2]):
-        return bias
-    return aten.expand.default(bias, [-1, -1, aten.sym_size.int(q, 2), -1])
-
-
-def _attentions() -> Iterator[Rule]:
-    for pattern, masked, causal, _scaled, gqa in _sdpa_patterns():
-
-        def replacement(
-            q: Any, k: Any, v: Any, context: Context, bias: Any = None, scale: float | None = None, c: bool = causal
-        ) -> Any:
-            bias = _one_row_a_query(bias, q, context)
-            out = hasten_ops.attention(q, k, v, None, bias, None, None, scale, c, 0, 0.0)[0]
-            return aten.transpose.int(out, 1, 2)
-
-        def examples(masked: bool = masked, gqa: bool = gqa) -> Sequence[torch.Tensor]:
-            kv = _rand(2, 2 if gqa else 4, 5, 8)
-            return [_rand(2, 4, 5, 8), kv, kv.clone(), *([_rand(2, 1, 5, 5)] if masked else [])]
-
-        yield Rule(
-            "attention", pattern, replacement, examples, 1, "softmax(q k^T scale + mask) v, never stored",
-            _attention_condition(causal),
-        )  # fmt: skip
-
-    def explicit(q: Any, k: Any, v: Any, bias: Any, scale: float) -> Any:
-        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * scale + bias, -1), v)
-
-    def explicit_unmasked(q: Any, k: Any, v: Any, scale: float) -> Any:
-        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * scale, -1), v)
-
-    def explicit_divided(q: Any, k: Any, v: Any, bias: Any, divisor: float) -> Any:
-        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / divisor + bias, -1), v)
-
-    def explicit_unmasked_divided(q: Any, k: Any, v: Any, divisor: float) -> Any:
-        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / divisor, -1), v)
-
-    def from_explicit(
-        q: Any, k: Any, v: Any, context: Context, bias: Any = None, scale: float = 1.0, divisor: float = 1.0
-    ) -> Any:
-        bias = _one_row_a_query(bias, q, context)
-        out = hasten_ops.attention(q, k, v, None, bias, None, None, scale / divisor, False, 0, 0.0)[0]
-        return aten.transpose.int(out, 1, 2)
-
-    def four(masked: bool) -> Sequence[torch.Tensor]:
-        qkv = [_rand(2, 4, 5, 8) for _ in range(3)]
-        return [*qkv, _rand(2, 1, 5, 5)] if masked else qkv
-
-    for pattern, masked in (
-        (explicit, True), (explicit_unmasked, False), (explicit_divided, True), (explicit_unmasked_divided, False),
-    ):  # fmt: skip
-        yield Rule(
-            "attention", pattern, from_explicit, lambda m=masked: four(m), 1,
-            "softmax(q k^T scale + mask) v, written out", _attention_condition(False),
-        )  # fmt: skip
-
-
-BUILTIN: tuple[Rule, ...] = (*_spelling(), *_norms(), *_rotaries(), *_attentions(), *_activations())
+BUILTIN: tuple[Rule, ...] = (*_spelling(), *_norms(), *_rotaries(), *attentions(), *_activations())

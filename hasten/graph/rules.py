@@ -1,6 +1,6 @@
 """A rule: where this pattern stands, compute that instead. Rules are data, kept in one ordered table.
 
-`BUILTIN` is filled by `hasten/graph/rulebook.py`; a user adds with `register_fusion_pattern`, whose rules come
+`BUILTIN` is filled by `hasten/graph/rulebook.py`; a user adds with `register_fusion_pattern`: these come
 first within their level. Both have one form.
 """
 
@@ -91,7 +91,9 @@ def apply_rule(graph: fx.Graph, rule: Rule, autocast: torch.dtype | None) -> App
         if match is None:
             continue
         context = Context(match, autocast)
-        declined = _hindrance(match, position, segment, mutated) or (rule.condition(context) if rule.condition else "")
+        declined = _hindrance(match, position, segment, mutated) or (
+            rule.condition(context) if rule.condition else ""
+        )
         if declined:
             done.declined.append(declined)
             continue
@@ -102,7 +104,9 @@ def apply_rule(graph: fx.Graph, rule: Rule, autocast: torch.dtype | None) -> App
     return done
 
 
-def _hindrance(match: Match, position: dict[fx.Node, int], segment: dict[fx.Node, int], mutated: set[fx.Node]) -> str:
+def _hindrance(
+    match: Match, position: dict[fx.Node, int], segment: dict[fx.Node, int], mutated: set[fx.Node]
+) -> str:
     inner = [t for p, t in match.nodes.items() if p.op == "call_function"]
     if mutated and any(n in mutated for n in match.nodes.values()):
         return "a tensor of the pattern is changed in place"
@@ -121,16 +125,25 @@ def _replace(graph: fx.Graph, rule: Rule, context: Context, position: dict[fx.No
     place = min(match.outputs, key=position.__getitem__)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     arguments = {
-        name: fx.Proxy(bound, tracer) if isinstance(bound, fx.Node) else bound for name, bound in match.inputs.items()
+        name: fx.Proxy(bound, tracer) if isinstance(bound, fx.Node) else bound
+        for name, bound in match.inputs.items()
     }
-    if "context" in rule.replacement.__code__.co_varnames[: rule.replacement.__code__.co_argcount + rule.replacement.__code__.co_kwonlyargcount]:
+    if (
+        "context"
+        in rule.replacement.__code__.co_varnames[
+            : rule.replacement.__code__.co_argcount + rule.replacement.__code__.co_kwonlyargcount
+        ]
+    ):
         arguments["context"] = context
     before = set(graph.nodes)
     with graph.inserting_before(place):
         result = rule.replacement(**arguments)
     results = result if isinstance(result, (tuple, list)) else (result,)
     if len(results) != len(match.outputs):
-        raise ConfigError(f"rule {rule.name!r}: the replacement returns {len(results)} tensors, the pattern {len(match.outputs)}")
+        raise ConfigError(
+            f"rule {rule.name!r}: the replacement returns {len(results)} tensors, "
+            f"the pattern {len(match.outputs)}"
+        )
     for node in graph.nodes:
         if node not in before:
             if isinstance(node.target, torch._ops.OpOverloadPacket):
@@ -142,9 +155,13 @@ def _replace(graph: fx.Graph, rule: Rule, context: Context, position: dict[fx.No
     for old, new in zip(match.outputs, results, strict=True):
         new_node = new.node
         if isinstance(value(old), torch.Tensor) and dtype_of(old) != dtype_of(new_node):
-            raise ConfigError(f"rule {rule.name!r}: gives {dtype_of(new_node)} where the pattern gave {dtype_of(old)}")
+            raise ConfigError(
+                f"rule {rule.name!r}: gives {dtype_of(new_node)} where the pattern gave {dtype_of(old)}"
+            )
         old.replace_all_uses_with(new_node, propagate_meta=False)
     # Erase the covered nodes, last first; a barrier is never among them.
-    for node in sorted((t for p, t in match.nodes.items() if p.op == "call_function"), key=position.__getitem__, reverse=True):
+    for node in sorted(
+        (t for p, t in match.nodes.items() if p.op == "call_function"), key=position.__getitem__, reverse=True
+    ):
         if not node.users and not is_barrier(node):
             graph.erase_node(node)

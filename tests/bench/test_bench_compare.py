@@ -62,7 +62,7 @@ def test_equal_losses_agree_and_give_both_ratios():
         "eager-bf16-malloc": _contender("eager-bf16-malloc", [2.0, 1.9], 1.5, 1100),
         "hasten": _contender("hasten", [2.0, 1.9001], 1.0, 800),
     }
-    agreed = compare.agreements(contenders)
+    agreed = compare.agreements(contenders, 1024)
     assert [(entry.contender, entry.base, entry.agree) for entry in agreed] == [
         ("eager-bf16-malloc", "eager-bf16", True),
         ("hasten", "eager-bf16", True),
@@ -86,7 +86,7 @@ def test_no_speed_up_where_losses_differ(losses: list[float], why: str):
         "eager-bf16": _contender("eager-bf16", [2.0, 1.9, 1.8, 1.7], 2.0),
         "hasten": _contender("hasten", losses, 1.0),
     }
-    agreed = compare.agreements(contenders)
+    agreed = compare.agreements(contenders, 1024)
     assert not agreed[0].agree, why
     assert compare.ratios(contenders, agreed)["hasten"]["eager-bf16"].speed is None
 
@@ -95,8 +95,14 @@ def test_fp32_is_held_to_one_part_in_a_hundred_thousand():
     base = _contender("eager-fp32", [2.0, 1.9])
     near = {"eager-fp32": base, "hasten-fp32": _contender("hasten-fp32", [2.0, 1.90001])}
     far = {"eager-fp32": base, "hasten-fp32": _contender("hasten-fp32", [2.0, 1.90003])}
-    assert compare.agreements(near)[0].agree
-    assert not compare.agreements(far)[0].agree
+    assert compare.agreements(near, 64)[0].agree
+    assert not compare.agreements(far, 64)[0].agree
+
+
+def test_few_tokens_widen_the_bound_of_bf16_and_never_that_of_fp32():
+    assert compare.bound("bfloat16", 1024) == compare.bound("bfloat16", 4096)
+    assert compare.bound("bfloat16", 256).first == 2 * compare.bound("bfloat16", 1024).first
+    assert compare.bound("float32", 1) == compare.bound("float32", 4096)
 
 
 def test_flops_of_a_step_by_hand():

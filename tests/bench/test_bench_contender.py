@@ -14,6 +14,7 @@ from hasten.base.errors import HastenError
 from hasten.bench import contender, workload
 from hasten.bench.contenders import Spec
 from hasten.bench.train import ContenderError, run_contender
+from hasten.models import open_model
 from hasten.train.screen import Screen
 
 QUIET = Screen(enabled=False)
@@ -21,8 +22,13 @@ QUIET = Screen(enabled=False)
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Spec:
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    blocks = workload.make_blocks("tiny:llama", str(tmp_path / "text.txt"), 3, 2, 32, 0, QUIET)
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(
+            "The quick brown fox jumps over the dog. " * (number + 1)
+        )
+    blocks = workload.make_blocks("tiny:llama", str(tmp_path / "text"), 3, 2, 32, 0, QUIET)
+    assert blocks.documents > 6, "at least one row must hold two documents"
     workload.save_blocks(blocks, tmp_path / "blocks.npz")
     return Spec(
         contender="eager-fp32",
@@ -43,12 +49,37 @@ def test_losses_are_those_of_a_plain_loop(spec: Spec):
     blocks = np.load(spec.blocks_file)
     for step, loss in enumerate(got.round.losses):
         rows = {name: torch.from_numpy(blocks[name][2 * step : 2 * step + 2]) for name in blocks.files}
-        expected = model(**rows).loss
+        expected = model(**rows, use_cache=False).loss
         assert loss == expected.item()
         expected.backward()
         optimizer.step()
         optimizer.zero_grad()
     assert got.round.losses[-1] < got.round.losses[0]
+
+
+def test_packed_documents_do_not_see_each_other(spec: Spec, tmp_path: Path):
+    """Another first document in a row changes nothing of the loss over the second."""
+    ids = np.tile(np.arange(32), (2, 1)) + 3
+    positions = np.tile(np.concatenate([np.arange(12), np.arange(20)]), (2, 1))
+    labels = np.where(np.arange(32) > 12, ids, -100)
+    losses = []
+    for first in (7, 9):
+        ids[:, :12] = first
+        np.savez(tmp_path / "two.npz", input_ids=ids, labels=labels, position_ids=positions)
+        changed = spec.model_copy(update={"blocks_file": str(tmp_path / "two.npz"), "steps": 1})
+        losses.append([contender.run(changed).round.losses[0]])
+    assert losses[0] == losses[1]
+
+
+def test_the_tuned_model_continues_the_prompt(spec: Spec, small_model_folder: Path):
+    changed = {"model": str(small_model_folder), "prompt": "The quick", "new_tokens": 5, "learning_rate": 0.0}
+    got = contender.run(spec.model_copy(update=changed))
+    opened = open_model(small_model_folder)
+    ids = opened.tokenizer("The quick", return_tensors="pt")["input_ids"]
+    for _ in range(5):
+        best = opened.model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, best], dim=1)
+    assert got.round.text == opened.tokenizer.decode(ids[0, -5:])
 
 
 def test_every_step_is_announced_and_timed(spec: Spec):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,6 +70,13 @@ def test_benchmark_sizes_come_first_else_the_largest():
 def test_unknown_names_are_refused_with_the_nearest(op: str, case: str | None):
     with pytest.raises(ConfigError, match=r"did you mean 'sm?[ia]"):
         ops.choose({"sine": [_case()]}, op, case)
+
+
+def test_every_field_is_documented():
+    text = (Path(__file__).parents[2] / "docs/formats/report.md").read_text()
+    for model in (ops.OpRow, ops.OpsReport):
+        for name in model.model_fields.keys() - {"schema_name"}:
+            assert f"`{name}`" in text, name
 
 
 def test_interleaved_calls_take_turns():

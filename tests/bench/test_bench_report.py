@@ -38,7 +38,7 @@ def example() -> report.BenchReport:
             text="lines of a file",
         )
         contenders[name] = compare.summarise(CONTENDERS[name], True, [measured], 1024, 1e12, limits)
-    agreed = compare.agreements(contenders)
+    agreed = compare.agreements(contenders, 1024)
     return report.BenchReport(
         date="2026-01-01T00:00:00+00:00",
         command="hasten demo",
@@ -136,7 +136,7 @@ def test_markdown_has_the_numbers_and_the_ratio(example: report.BenchReport):
 def test_no_speed_up_is_shown_where_losses_differ(example: report.BenchReport):
     broken = dict(example.contenders)
     broken["hasten"] = broken["hasten"].model_copy(update={"losses": [1.6, 1.4, 1.3]})
-    agreed = compare.agreements(broken)
+    agreed = compare.agreements(broken, 1024)
     changed = example.model_copy(
         update={
             "contenders": broken,

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import hasten
-from hasten.models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,29 +26,16 @@ REAL_MODEL = '"smollm2-135m"'
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer of bytes, in a folder: what the blocks open instead of the real one."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
 def test_the_readme_begins_with_demo_and_test():
     assert SHELL[:2] == ["make demo", "make test"]
     assert len(PYTHON) >= 4
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.splitlines()[-1][:30])
-def test_python_block_runs(block: str, small_model: Path, capsys: pytest.CaptureFixture[str]):
+def test_python_block_runs(block: str, small_model_folder: Path, capsys: pytest.CaptureFixture[str]):
     torch.manual_seed(0)
     with hasten.fusion_patterns():
-        exec(compile(block.replace(REAL_MODEL, repr(str(small_model))), "README.md", "exec"), {})
+        exec(compile(block.replace(REAL_MODEL, repr(str(small_model_folder))), "README.md", "exec"), {})
     if "hasten.report" in block:
         assert len(capsys.readouterr().out) > 100
 

@@ -24,9 +24,14 @@ MASKS: dict[str, Callable[..., torch.Tensor]] = {
         BOTH, lambda batch, head, query, key: abs(query - key) <= 4
     ),
     "packed": masking_utils.and_masks(
-        CAUSAL, masking_utils.packed_sequence_mask_function(torch.tensor([[0] * 7 + [1] * 9, [0] * 3 + [1] * 8 + [2] * 5]))
+        CAUSAL,
+        masking_utils.packed_sequence_mask_function(
+            torch.tensor([[0] * 7 + [1] * 9, [0] * 3 + [1] * 8 + [2] * 5])
+        ),
     ),
-    "chunked": masking_utils.and_masks(masking_utils.chunked_overlay(4, torch.zeros(2, dtype=torch.int)), CAUSAL),
+    "chunked": masking_utils.and_masks(
+        masking_utils.chunked_overlay(4, torch.zeros(2, dtype=torch.int)), CAUSAL
+    ),
 }
 PADDING = {
     "": None,
@@ -47,8 +52,16 @@ def test_intervals_mean_the_same_as_the_dense_mask(name: str, padding: str) -> N
         pytest.skip("transformers' chunks start at the padding, which this test does not set up")
     mask = PADDING[padding]
     mask = None if mask is None else mask.bool()
-    arguments = {"batch_size": 2, "q_length": 16, "kv_length": 16, "mask_function": MASKS[name], "attention_mask": mask}
-    dense = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    arguments = {
+        "batch_size": 2,
+        "q_length": 16,
+        "kv_length": 16,
+        "mask_function": MASKS[name],
+        "attention_mask": mask,
+    }
+    dense = masking_utils.sdpa_mask(
+        **arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+    )
     ours = mask_forward(**arguments)
     assert ours.dtype == torch.int32
     assert ours.shape == (2, 16, 2)
@@ -57,7 +70,13 @@ def test_intervals_mean_the_same_as_the_dense_mask(name: str, padding: str) -> N
 
 @pytest.mark.parametrize("offset", [0, 5])
 def test_queries_behind_a_cache(offset: int) -> None:
-    arguments = {"batch_size": 2, "q_length": 3, "kv_length": 3 + offset, "q_offset": offset, "mask_function": CAUSAL}
+    arguments = {
+        "batch_size": 2,
+        "q_length": 3,
+        "kv_length": 3 + offset,
+        "q_offset": offset,
+        "mask_function": CAUSAL,
+    }
     dense = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert torch.equal(visible(mask_forward(**arguments), 3 + offset), dense.expand(2, 1, 3, 3 + offset))
 
@@ -82,17 +101,26 @@ class Causal(nn.Module):
 
 def test_attention_over_intervals_is_attention_under_the_mask() -> None:
     q, k, v = qkv()
-    ranges = mask_forward(2, 6, 6, mask_function=CAUSAL, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]).bool())
+    ranges = mask_forward(
+        2, 6, 6, mask_function=CAUSAL, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]).bool()
+    )
     out, weights = attention_forward(Causal(), q, k, v, ranges, scaling=0.3)
     assert weights is None
-    own = F.scaled_dot_product_attention(q, k, v, visible(ranges, 6), scale=0.3, enable_gqa=True).transpose(1, 2)
+    own = F.scaled_dot_product_attention(q, k, v, visible(ranges, 6), scale=0.3, enable_gqa=True).transpose(
+        1, 2
+    )
     torch.testing.assert_close(out[0, 2:], own[0, 2:])
     torch.testing.assert_close(out[1], own[1])
     assert (out[0, :2] == 0).all(), "a query that sees no key"
 
 
-@pytest.mark.parametrize(("module_causal", "asked", "queries"), [(True, None, 6), (False, None, 6), (True, False, 6), (True, None, 1)])
-def test_without_a_mask_the_module_says_whether_it_is_causal(module_causal: bool, asked: bool | None, queries: int) -> None:
+@pytest.mark.parametrize(
+    ("module_causal", "asked", "queries"),
+    [(True, None, 6), (False, None, 6), (True, False, 6), (True, None, 1)],
+)
+def test_without_a_mask_the_module_says_whether_it_is_causal(
+    module_causal: bool, asked: bool | None, queries: int
+) -> None:
     q, k, v = qkv(queries)
     module = Causal()
     module.is_causal = module_causal
@@ -120,7 +148,9 @@ def test_a_position_bias_is_added_under_the_mask() -> None:
     ranges = mask_forward(2, 6, 6, mask_function=CAUSAL)
     out, _ = attention_forward(Causal(), q, k, v, ranges, position_bias=bias)
     mask = bias.masked_fill(~visible(ranges, 6), float("-inf"))
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2))
+    torch.testing.assert_close(
+        out, F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+    )
 
 
 def test_dropout_runs_torchs_attention_with_the_same_numbers() -> None:

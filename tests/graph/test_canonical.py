@@ -27,7 +27,9 @@ def canonical(function: Callable[..., Any], *examples: Any) -> tuple[fx.GraphMod
         module = trace(function, fakes)
     canonicalise(module.graph)
     module.recompile()
-    torch.testing.assert_close(module(*(e.clone() for e in examples)), function(*(e.clone() for e in examples)))
+    torch.testing.assert_close(
+        module(*(e.clone() for e in examples)), function(*(e.clone() for e in examples))
+    )
     return module, [name_of(n) for n in module.graph.nodes if n.op == "call_function"]
 
 
@@ -82,16 +84,26 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], Sequence[torch.Tensor], list[str]
     "pairs by a view": (pairs_viewed, [X], ["rotate_pairs"]),
     "matmul with W^T": (lambda x, w: x @ w.t(), [X, W], ["linear"]),
     "addmm between views": (
-        lambda x, w, b: torch.addmm(b, x.view(-1, 8), w.t()).view(2, 3, 5), [X, W, B], ["linear"],
+        lambda x, w, b: torch.addmm(b, x.view(-1, 8), w.t()).view(2, 3, 5),
+        [X, W, B],
+        ["linear"],
     ),
     "addmm of GPT-2's layout": (
-        lambda x, w, b: torch.addmm(b, x.view(-1, x.size(-1)), w).view(2, 3, 5), [X, W.t().contiguous(), B], ["t", "linear"],
+        lambda x, w, b: torch.addmm(b, x.view(-1, x.size(-1)), w).view(2, 3, 5),
+        [X, W.t().contiguous(), B],
+        ["t", "linear"],
     ),
-    "a projection of swapped dims": (lambda x, w: F.linear(x.transpose(0, 1), w), [X, W], ["linear", "transpose"]),
+    "a projection of swapped dims": (
+        lambda x, w: F.linear(x.transpose(0, 1), w),
+        [X, W],
+        ["linear", "transpose"],
+    ),
     "in place on a tensor of its own": (
-        lambda x: torch.zeros_like(x).masked_fill_(x > 0, 2.0), [X], ["zeros_like", "gt", "masked_fill"],
+        lambda x: torch.zeros_like(x).masked_fill_(x > 0, 2.0),
+        [X],
+        ["zeros_like", "gt", "masked_fill"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -110,8 +122,14 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "the halves not swapped": (lambda x: torch.cat((-x[..., :4], x[..., 4:]), -1), "rotate_half"),
     "unequal parts": (lambda x: torch.cat((-x[..., 3:], x[..., :3]), -1), "rotate_half"),
     "another dim": (lambda x: torch.cat((-x[:, :, 4:], x[:, :, :4]), 1), "rotate_half"),
-    "pairs the other way round": (lambda x: torch.stack((x[..., ::2], -x[..., 1::2]), -1).flatten(-2), "rotate_pairs"),
-    "pairs not interleaved": (lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -2).flatten(-2), "rotate_pairs"),
+    "pairs the other way round": (
+        lambda x: torch.stack((x[..., ::2], -x[..., 1::2]), -1).flatten(-2),
+        "rotate_pairs",
+    ),
+    "pairs not interleaved": (
+        lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -2).flatten(-2),
+        "rotate_pairs",
+    ),
     "a cube": (lambda x: x * x.exp(), "pow"),
     "two over a root": (lambda x: x.exp() ** -1.5, "rsqrt"),
     "a scaled bias": (lambda x: torch.addmm(torch.ones(8), x[0], torch.eye(8), beta=2.0), "linear"),
@@ -172,7 +190,7 @@ def test_random_operators_are_never_dropped_or_moved() -> None:
     with FakeTensorMode() as mode:
         module = trace(lambda x: (F.dropout(x, 0.5), x + 1)[1], [mode.from_tensor(X)])
     canonicalise(module.graph)
-    assert [n.target for n in module.graph.nodes if n.op == "call_function"][0] is aten.dropout.default
+    assert next(n.target for n in module.graph.nodes if n.op == "call_function") is aten.dropout.default
 
 
 def test_code_that_cannot_be_traced_says_why() -> None:

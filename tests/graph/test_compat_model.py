@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_budget, assert_rewritten, make_batch, original_of, run
+from comparing import assert_budget, assert_rewritten, make_batch, original_of, run
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
@@ -55,7 +55,9 @@ def test_save_and_open_leave_no_trace(tmp_path: Path) -> None:
     names = [sorted(p.name for p in (tmp_path / side).iterdir()) for side in ("optimised", "original")]
     assert names[0] == names[1]
     assert "hasten" not in (tmp_path / "optimised" / "config.json").read_text()
-    configs = [json.loads((tmp_path / side / "config.json").read_text()) for side in ("optimised", "original")]
+    configs = [
+        json.loads((tmp_path / side / "config.json").read_text()) for side in ("optimised", "original")
+    ]
     assert configs[0] == configs[1]
     assert list(model.state_dict()) == list(original.state_dict())
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "optimised").train()
@@ -155,7 +157,7 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         hasten.optimize(model, levle=2)
     with pytest.raises(ConfigError, match="level"):
         hasten.optimize(model, level=7)
-    with pytest.raises(UserError, match="torch.nn.Module"):
+    with pytest.raises(UserError, match="a torch"):
         hasten.optimize("llama")
     assert all("forward" not in module.__dict__ for module in model.modules())
 

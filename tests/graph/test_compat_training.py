@@ -1,4 +1,4 @@
-"""An optimised model in training as people do it: Trainer, PEFT, checkpointing, autocast, dropout, packing."""
+"""An optimised model in training: Trainer, PEFT, checkpointing, autocast, dropout, packing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_budget, assert_rewritten, make_batch, original_of, rms, run
+from comparing import assert_budget, assert_rewritten, make_batch, original_of, rms, run
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -20,7 +20,8 @@ from hasten.models.tiny import tiny_model
 def losses_of_trainer(model: nn.Module, folder: Path) -> tuple[list[float], float]:
     rows = [{"input_ids": ids, "labels": ids} for ids in make_batch(24, rows=8).ids]
     arguments = TrainingArguments(
-        str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1, report_to=[],
+        str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+        report_to=[],
         use_cpu=True, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=1,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:2])
@@ -41,7 +42,9 @@ def test_trainer_sees_the_same_losses(tmp_path: Path) -> None:
     assert hasten.report(model).operator_counts()["norm_linear"] >= 2
 
 
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+LORA = LoraConfig(
+    r=4, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.0, task_type="CAUSAL_LM"
+)
 
 
 def with_adapters(model: nn.Module) -> Any:
@@ -104,12 +107,16 @@ def test_frozen_weights_cost_no_gradient_products() -> None:
     grouped = {(128, 64), (64, 128), (320, 64), (64, 320)}
     assert seen.shapes, "the products of the backward pass were not seen"
     assert not [shape for shape in seen.shapes if shape in weights | grouped]
-    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["model.layers.0.input_layernorm.weight"]
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == [
+        "model.layers.0.input_layernorm.weight"
+    ]
     assert_rewritten(model)
 
 
 def checkpoint(model: nn.Module, arguments: dict[str, Any]) -> None:
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # the method is renamed in transformers 6
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # the method is renamed in transformers 6
         model.gradient_checkpointing_enable(arguments)
 
 
@@ -184,7 +191,12 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     outputs = []
     for m in (model, original):
         with torch.no_grad():
-            outputs.append([torch.as_tensor(m(input_ids=i, position_ids=positions, use_cache=False).logits) for i in (ids, changed)])
+            outputs.append(
+                [
+                    torch.as_tensor(m(input_ids=i, position_ids=positions, use_cache=False).logits)
+                    for i in (ids, changed)
+                ]
+            )
     ours, own = outputs
     assert torch.equal(ours[0][0, 23:], ours[1][0, 23:])
     assert not torch.equal(ours[0][0, :23], ours[1][0, :23])
@@ -243,3 +255,11 @@ def test_optimizer_steps_stay_together() -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for a, b in zip(model.parameters(), original.parameters(), strict=True):
         assert rms(a - b) < 1e-3 * max(rms(b), 1e-3)
+
+
+def test_a_plain_training_loop_is_optimised() -> None:
+    """Nobody writes `use_cache=False` in a loop of their own."""
+    model = hasten.optimize(tiny_model("llama"), measure=False)
+    batch = make_batch(17)
+    model(input_ids=batch.ids, labels=batch.labels).loss.backward()
+    assert_rewritten(model)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_budget, forward, make_batch, original_of, run
+from comparing import assert_budget, forward, make_batch, original_of, run
 from torch import nn
 
 import hasten
@@ -102,7 +102,10 @@ def test_a_wrong_gradient_is_caught_too() -> None:
 
 def test_a_condition_declines_with_its_reason() -> None:
     @hasten.register_fusion_pattern(
-        pattern, examples=examples, name="narrow", condition=lambda c: "too wide" if c.shape("x")[-1] > 8 else ""
+        pattern,
+        examples=examples,
+        name="narrow",
+        condition=lambda c: "too wide" if c.shape("x")[-1] > 8 else "",
     )
     def narrow(x: Any, steepness: float, shift: float) -> Any:
         return F.silu(steepness * x) / steepness + shift
@@ -135,9 +138,41 @@ def test_rules_that_cannot_be() -> None:
 
 def test_rules_are_forgotten_at_the_end_of_their_block() -> None:
     with hasten.fusion_patterns():
-        hasten.register_fusion_pattern(pattern, examples=examples, name="short")(lambda x, steepness, shift: x)
+        hasten.register_fusion_pattern(pattern, examples=examples, name="short")(
+            lambda x, steepness, shift: x
+        )
         assert [rule.name for rule in backend.registered_rules()] == ["short"]
     assert backend.registered_rules() == ()
+
+
+class Amplified(torch.autograd.Function):
+    """The identity, with a gradient of the caller's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 3.0 * grad
+
+
+class WithOwnGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(Amplified.apply(self.norm(x)))))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_gradient_written_by_the_user_is_kept(verify: bool) -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(WithOwnGradient(), WithOwnGradient())
+    model = hasten.optimize(original_of(original), measure=False, verify=verify)
+    x = torch.randn(2, 7, 16)
+    torch.testing.assert_close(results(model, x), results(original, x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
@@ -154,7 +189,9 @@ def test_torch_compile(family: str) -> None:
     loss, logits = forward(compiled, batch, **more)
     loss.backward()
     ours = type(own)(
-        loss.item(), logits.detach().double(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+        loss.item(),
+        logits.detach().double(),
+        {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None},
     )
     assert_budget(ours, own, own, batch, torch.float32)
     records = backend.reports()[before:] or backend.reports()[-1:]

@@ -1,14 +1,14 @@
 """Logits, loss and every gradient of each family, within budget of the original.
 
-Truth is the original in float64 (for bf16: in fp32 with the same weights). Where the original cannot run wider
-(its mask of a query without keys becomes infinite there), it is compared with itself, within the floor alone.
+Truth is the original in float64 (for bf16: in fp32 with the same weights). Where that is not finite (its mask
+of a query without keys overflows), the original is compared with itself, within the floor alone.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Batch, Run, assert_budget, assert_rewritten, make_batch, original_of, run
+from comparing import Batch, Run, assert_budget, assert_rewritten, make_batch, original_of, run
 from torch import nn
 
 import hasten
@@ -46,7 +46,14 @@ def test_bf16_autocast(family: str) -> None:
     for length, padding in ((17, "right"), (128, "left")):
         batch = make_batch(length, padding)
         own, truth = run(original, batch, torch.bfloat16), run(original, batch)
-        assert_budget(run(model, batch, torch.bfloat16), own, truth, batch, torch.bfloat16, f"{family} {length} {padding}")
+        assert_budget(
+            run(model, batch, torch.bfloat16),
+            own,
+            truth,
+            batch,
+            torch.bfloat16,
+            f"{family} {length} {padding}",
+        )
     assert_rewritten(model)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_batch, original_of, run
+from comparing import make_batch, original_of, run
 from torch import nn
 
 import hasten
@@ -88,7 +88,9 @@ LEAVE = {
     "masked select": lambda x: x.masked_select(torch.eye(5, 11, dtype=torch.bool)),
     "last dim sliced": lambda x: x[..., :4],
     "boolean rows": lambda x: x[torch.tensor([[True, False, True, False, True]] * 2)],
-    "divergence": lambda x: F.kl_div(F.log_softmax(x, -1), torch.full((2, 5, 11), 1 / 11), reduction="batchmean"),
+    "divergence": lambda x: F.kl_div(
+        F.log_softmax(x, -1), torch.full((2, 5, 11), 1 / 11), reduction="batchmean"
+    ),
     "sum": lambda x: x + 1,
     "reflected": lambda x: 1.0 - x,
     "tanh alone": lambda x: torch.tanh(x),
@@ -124,7 +126,11 @@ def test_anything_else_sees_ordinary_logits(name: str) -> None:
     torch.testing.assert_close(out, own)
     if own.is_floating_point() and own.requires_grad:
         assert out.requires_grad
-        for a, b in zip(gradients(out.square().sum(), head, hidden), gradients(own.square().sum(), head, hidden), strict=True):
+        for a, b in zip(
+            gradients(out.square().sum(), head, hidden),
+            gradients(own.square().sum(), head, hidden),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b)
 
 
@@ -152,7 +158,12 @@ def test_facts_about_the_logits_do_not_compute_them() -> None:
     _, _, make, make_own = deferred()
     logits, own = make(), make_own()
     assert logits.shape == own.shape
-    assert (logits.dtype, logits.device, logits.ndim, len(logits)) == (own.dtype, own.device, own.ndim, len(own))
+    assert (logits.dtype, logits.device, logits.ndim, len(logits)) == (
+        own.dtype,
+        own.device,
+        own.ndim,
+        len(own),
+    )
     assert (logits.size(-1), logits.dim(), logits.numel(), logits.requires_grad) == (11, 3, 110, True)
     assert torch.is_tensor(logits)
     assert logits.is_floating_point()

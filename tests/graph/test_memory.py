@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import original_of
+from comparing import original_of
 from torch import nn
 
 import hasten
@@ -22,7 +22,7 @@ SHAPE = (2, 128)
 
 
 def stored_bytes(model: nn.Module, autocast: bool) -> int:
-    """Bytes of the distinct storages that the layer's autograd graph holds; weights and casts of them do not count."""
+    """Bytes of the distinct storages that autograd holds; weights and casts of them do not count."""
     layer = model.model.layers[0]
     hidden = torch.randn(*SHAPE, 192, requires_grad=True)
     positions = model.model.rotary_emb(hidden, torch.arange(SHAPE[1])[None])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import assert_rewritten, make_batch, run
+from comparing import assert_rewritten, make_batch, run
 
 import hasten
 from hasten.models.tiny import FAMILIES, tiny_model
@@ -29,7 +29,7 @@ OPERATORS = {
     "gpt2": PLAIN,
     "gpt_neox": DECODER,
     "opt": PLAIN,
-    "bloom": {"norm_linear": 2, "activation_linear": 1},
+    "bloom": PLAIN,
     # Norms stand behind the sums here, so the projections are one group of their own.
     "bert": {"linear_group": 1, "attention": 1, "add_layer_norm": 2, "activation_linear": 1},
     # The first layer has no norm before attention and is a graph of its own.
@@ -39,9 +39,21 @@ OPERATORS = {
 
 # Rules that only a family of its kind uses.
 RULES = {
-    "gpt2": {"layer_norm": 2, "activation": 1, "norm_linear": 2, "activation_linear": 1, "spelling.gelu_tanh": 1},
+    "gpt2": {
+        "layer_norm": 2,
+        "activation": 1,
+        "norm_linear": 2,
+        "activation_linear": 1,
+        "spelling.gelu_tanh": 1,
+    },
     "llama": {"rms_norm": 2, "rotary": 2, "gated_activation": 1, "norm_linear": 2, "activation_linear": 1},
-    "torch_encoder": {"layer_norm": 2, "attention": 1, "activation": 1, "norm_linear": 2, "activation_linear": 1},
+    "torch_encoder": {
+        "layer_norm": 2,
+        "attention": 1,
+        "activation": 1,
+        "norm_linear": 2,
+        "activation_linear": 1,
+    },
 }
 
 
