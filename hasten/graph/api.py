@@ -42,8 +42,12 @@ class _State:
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         if self.config.buffers and self.config.level > 0:
             allocator.enable()
-        twin = copy.copy(self)
+        twin = object.__new__(_State)  # copy.copy would go through __reduce__
         memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        # The copy switches its own configs back, and recomputes its own blocks.
+        twin.attention = copy.deepcopy(self.attention, memo)
+        twin.engine = copy.deepcopy(self.engine, memo)
         return twin
 
     def __reduce__(self) -> Any:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from hasten.base.config import Config
 from hasten.base.errors import CaptureError, ConfigError
 from hasten.graph.canonical import trace
-from hasten.graph.nodes import mutated_nodes
+from hasten.graph.nodes import aten, is_call, mutated_nodes, rank_of
 from hasten.graph.passes import run_passes
 from hasten.graph.prove import Proved
 from hasten.graph.recompute import Recompute
@@ -45,25 +46,36 @@ class Engine:
         self.recompute = Recompute(config.memory_bytes())
         self._entries: dict[Any, Callable[..., Any]] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """For a copy of the model: the captured graphs are shared, since they hold no weights; blocks are not."""
+        twin = object.__new__(Engine)
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin.recompute = copy.deepcopy(self.recompute, memo)
+        return twin
+
     def entry(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """The compiled form of an unbound forward; one for each class of block."""
         if function not in self._entries:
             self._entries[function] = torch.compile(
                 function,
-                backend=lambda module, examples: self.compile(module, name),
+                backend=lambda module, examples: self.compile(module, name, _may_return_weights(function)),
                 isolate_recompiles=True,
                 recompile_limit=_GRAPHS_PER_BLOCK,
             )
         return self._entries[function]
 
-    def compile(self, module: fx.GraphModule, name: str) -> Callable[..., Any]:
-        """Dynamo backend: the rewritten graph under proof, or the original where nothing could be gained."""
+    def compile(self, module: fx.GraphModule, name: str, drop_weights: bool = False) -> Callable[..., Any]:
+        """Dynamo backend: the rewritten graph under proof, or the original where nothing could be gained.
+
+        drop_weights: return None for attention weights, as transformers' blocks do over fused attention.
+        """
         started = time.perf_counter()
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         record = GraphRecord(name, _state(module, autocast))
         self.graphs.append(record)
         try:
-            rewritten = self._rewrite(module, record, autocast)
+            rewritten = self._rewrite(module, record, autocast, drop_weights)
         except (CaptureError, ConfigError) as error:
             record.runs, record.reason = "original", str(error)
             return module.forward
@@ -79,15 +91,19 @@ class Engine:
             autocast=autocast,
             verify=self.config.verify,
             measure=self.config.measure,
-            mutates=bool(mutated_nodes(rewritten.graph)),
+            mutates=any(n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)),
         )
 
     def _rewrite(
-        self, module: fx.GraphModule, record: GraphRecord, autocast: torch.dtype | None
+        self, module: fx.GraphModule, record: GraphRecord, autocast: torch.dtype | None, drop_weights: bool
     ) -> fx.GraphModule:
         examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
         rewritten = trace(module, examples)
+        if drop_weights:
+            _drop_weights(module, rewritten)
         record.log = run_passes(rewritten, self.config.level, autocast, self.user_rules)
+        if _has_own_gradients(module) and _computes_without_gradients(rewritten):
+            raise CaptureError("holds an autograd.Function, whose own gradient would be lost")
         for entry in record.log:
             if entry.level >= 1 and entry.count:
                 record.rules[entry.name] += entry.count
@@ -95,6 +111,51 @@ class Engine:
             if node.op == "call_function" and getattr(node.target, "namespace", "") == "hasten":
                 record.operators[node.target.overloadpacket.__name__] += 1
         return rewritten
+
+
+def _has_own_gradients(module: fx.GraphModule) -> bool:
+    return any(
+        getattr(node.target, "__name__", "") == "autograd_function_apply" for node in module.graph.nodes
+    )
+
+
+def _computes_without_gradients(module: fx.GraphModule) -> bool:
+    """Whether something runs with gradients off: the forward of an autograd.Function that no rule replaced."""
+    enabled = True
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            enabled = bool(node.args[0])
+        elif not enabled and node.users:
+            return True
+    return False
+
+
+def _may_return_weights(function: Callable[..., Any]) -> bool:
+    """A block that is told whether attention weights are wanted returns them for that alone."""
+    return "output_attentions" in inspect.signature(function).parameters
+
+
+def _drop_weights(module: fx.GraphModule, traced: fx.GraphModule) -> None:
+    """Outputs that are attention weights become None in both graphs: calls that want them never come here."""
+    outputs = traced.graph.output_node().args[0]
+    if not isinstance(outputs, (tuple, list)):
+        return
+    unwanted = {i for i, node in enumerate(outputs) if _is_softmax(node)}
+    for graph_module in (module, traced) if unwanted else ():
+        node = graph_module.graph.output_node()
+        node.args = (tuple(None if i in unwanted else n for i, n in enumerate(node.args[0])),)  # type: ignore[arg-type]
+        graph_module.recompile()
+        if isinstance(graph_module, _LazyGraphModule):
+            graph_module.real_recompile()  # until then its forward prints whatever it raises
+
+
+def _is_softmax(node: Any) -> bool:
+    """A softmax of rank 4 over the last dim, cast or under dropout."""
+    while is_call(node, aten.to.dtype, aten._to_copy.default, aten.type_as.default, aten.dropout.default):
+        node = node.args[0]
+    return is_call(node, aten.softmax.int) and rank_of(node) == 4 and node.args[1] in (-1, 3)
 
 
 def _state(module: fx.GraphModule, autocast: torch.dtype | None) -> str:
@@ -165,6 +226,7 @@ class BlockForward:
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin.block = copy.deepcopy(self.block, memo)
+        twin.engine = copy.deepcopy(self.engine, memo)
         return twin
 
     def __reduce__(self) -> Any:

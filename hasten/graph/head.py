@@ -45,7 +45,9 @@ class _Recipe:
         return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
 
     def logits(self) -> torch.Tensor:
-        with torch.autocast(self.hidden.device.type, dtype=self.compute or torch.bfloat16, enabled=self.compute is not None):
+        with torch.autocast(
+            self.hidden.device.type, dtype=self.compute or torch.bfloat16, enabled=self.compute is not None
+        ):
             logits = F.linear(self.hidden, self.weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -79,7 +81,11 @@ class DeferredLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
@@ -92,15 +98,23 @@ class DeferredLogits(torch.Tensor):
                 answer = handler(first._recipe, *args[1:], **kwargs)
                 if answer is not NotImplemented:
                     return DeferredLogits(answer) if isinstance(answer, _Recipe) else answer
-        plain_args, plain_kwargs = tree_map_only(DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs))
+        plain_args, plain_kwargs = tree_map_only(
+            DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs)
+        )
         return func(*plain_args, **plain_kwargs)
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Reached only by C++ callers that skip __torch_function__: no gradient would flow, so compute it there.
-        plain_args, plain_kwargs = tree_map_only(DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs or {})
+        )
         return func(*plain_args, **plain_kwargs)
 
 
@@ -117,7 +131,11 @@ def _cast(recipe: _Recipe, *args: Any, **kwargs: Any) -> Any:
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
     harmless = {"dtype", "non_blocking", "device"}
     devices = [a for a in (*args, *kwargs.values()) if isinstance(a, (torch.device, str))]
-    if len(dtypes) > 1 or set(kwargs) - harmless or any(torch.device(d) != recipe.hidden.device for d in devices):
+    if (
+        len(dtypes) > 1
+        or set(kwargs) - harmless
+        or any(torch.device(d) != recipe.hidden.device for d in devices)
+    ):
         return NotImplemented
     if any(not isinstance(a, (torch.dtype, torch.device, str, bool)) for a in args):
         return NotImplemented
@@ -131,7 +149,13 @@ def _to_dtype(recipe: _Recipe, dtype: torch.dtype) -> Any:
 
 
 def _reshape(recipe: _Recipe, *sizes: Any, shape: Any = None) -> Any:
-    wanted = list(shape if shape is not None else sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+    wanted = list(
+        shape
+        if shape is not None
+        else sizes[0]
+        if len(sizes) == 1 and not isinstance(sizes[0], int)
+        else sizes
+    )
     if not all(isinstance(s, int) for s in wanted):
         return NotImplemented
     total = recipe.shape.numel()
@@ -179,7 +203,13 @@ def _times(recipe: _Recipe, factor: Any, **kwargs: Any) -> Any:
 
 
 def _divide(recipe: _Recipe, divisor: Any, **kwargs: Any) -> Any:
-    if kwargs or isinstance(divisor, bool) or not isinstance(divisor, (int, float)) or divisor == 0 or recipe.inside_tanh:
+    if (
+        kwargs
+        or isinstance(divisor, bool)
+        or not isinstance(divisor, (int, float))
+        or divisor == 0
+        or recipe.inside_tanh
+    ):
         return NotImplemented
     return _times(recipe, 1.0 / divisor)
 
@@ -210,7 +240,9 @@ def _cross_entropy(
     classes = recipe.hidden.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not (simple and classes) or recipe.inside_tanh:
         return NotImplemented
-    with torch.autocast(recipe.hidden.device.type, dtype=recipe.compute or torch.bfloat16, enabled=recipe.compute is not None):
+    with torch.autocast(
+        recipe.hidden.device.type, dtype=recipe.compute or torch.bfloat16, enabled=recipe.compute is not None
+    ):
         return linear_cross_entropy(
             recipe.hidden,
             recipe.weight,

@@ -155,7 +155,9 @@ def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
         else:
             source, weight, norm_bias, eps, out_dtype = full_args(node)
             offset, round_first = 0.0, False
-        if out_dtype is not None and dtype_of(normed) != _default_norm_dtype(kind, source, weight, round_first):
+        if out_dtype is not None and dtype_of(normed) != _default_norm_dtype(
+            kind, source, weight, round_first
+        ):
             done.declined.append("the norm is rounded to a dtype of its own")
             continue
         x, residual = _residual_of(source, place, order, segment)
@@ -250,7 +252,11 @@ def group_projections(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
         for group in _grouped(linears):
             if len(group) < 2:
                 continue
-            if source in mutated or len({segment[n] for n in group}) > 1 or not _weights_first(group, group[0], order):
+            if (
+                source in mutated
+                or len({segment[n] for n in group}) > 1
+                or not _weights_first(group, group[0], order)
+            ):
                 done.declined.append("the projections do not stand together")
                 continue
             weights = [full_args(n)[1] for n in group]
@@ -339,7 +345,11 @@ def fold_constants(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
     module = graph.owning_module
     for node in calls(graph):
         # Only the last constant of a chain is kept, and only what is small enough to hold beside the model.
-        if not constant[node] or all(constant.get(u, False) for u in node.users) or value(node).numel() > 1 << 20:
+        if (
+            not constant[node]
+            or all(constant.get(u, False) for u in node.users)
+            or value(node).numel() > 1 << 20
+        ):
             continue
         name = f"_folded_{done.count}"
         with torch.no_grad():

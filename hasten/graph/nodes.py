@@ -115,7 +115,11 @@ def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "call_function" and is_mutation(node):
             for argument, given in zip(node.target._schema.arguments, full_args(node), strict=True):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    roots.update(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+                    roots.update(
+                        n
+                        for n in (given if isinstance(given, (list, tuple)) else [given])
+                        if isinstance(n, fx.Node)
+                    )
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -125,7 +129,11 @@ def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
         found.add(node)
         if is_view(node) or is_mutation(node) or is_call(node, operator.getitem):
             stack.extend(node.all_input_nodes[:1])
-        stack.extend(user for user in node.users if is_view(user) or is_mutation(user) or is_call(user, operator.getitem))
+        stack.extend(
+            user
+            for user in node.users
+            if is_view(user) or is_mutation(user) or is_call(user, operator.getitem)
+        )
     return found
 
 
@@ -142,7 +150,9 @@ def annotate(node: fx.Node) -> None:
 
     args, kwargs = fx.node.map_aggregate(node.args, fake), fx.node.map_aggregate(node.kwargs, fake)
     # The mode of the inputs, not the one of Dynamo's tracing context, which is renewed for every backend call.
-    mode = next((leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)), None)
+    mode = next(
+        (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)), None
+    )
     if mode is None:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
         return

@@ -61,7 +61,13 @@ def test_an_unknown_setting_names_the_nearest():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"level": 4}, {"level": -1}, {"precision": "fp8"}, {"dynamic_shape": (512, 128)}, {"dynamic_shape": (0, 8)}],
+    [
+        {"level": 4},
+        {"level": -1},
+        {"precision": "fp8"},
+        {"dynamic_shape": (512, 128)},
+        {"dynamic_shape": (0, 8)},
+    ],
 )
 def test_a_value_out_of_range_names_field_value_and_source(wrong):
     (field,) = wrong

@@ -241,7 +241,8 @@ def _autocast(
     bias: Tensor | None = None,
     *rest: Any,
 ) -> tuple[Any, ...]:
-    return cast(q, dtype), cast(k, dtype), cast(v, dtype), ranges, cast(bias, dtype), *rest
+    # The bias is added in float32 anyway; cast to bf16, a large negative float32 would become infinite.
+    return cast(q, dtype), cast(k, dtype), cast(v, dtype), ranges, bias, *rest
 
 
 operator(
