@@ -114,7 +114,7 @@ def optimize(model: _Model, **settings: Any) -> _Model:
     """
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module (a transformers model is one)"
+            f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module"
         )
     config = make_config(**settings)
     restore(model)

@@ -47,7 +47,7 @@ class Engine:
         self._entries: dict[Any, Callable[..., Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """For a copy of the model: the captured graphs are shared, since they hold no weights; blocks are not."""
+        """For a copy of the model: captured graphs hold no weights and are shared; blocks are not."""
         twin = object.__new__(Engine)
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
@@ -120,7 +120,7 @@ def _has_own_gradients(module: fx.GraphModule) -> bool:
 
 
 def _computes_without_gradients(module: fx.GraphModule) -> bool:
-    """Whether something runs with gradients off: the forward of an autograd.Function that no rule replaced."""
+    """Whether something runs with gradients off: an autograd.Function that no rule replaced."""
     enabled = True
     for node in module.graph.nodes:
         if node.op != "call_function":

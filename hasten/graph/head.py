@@ -1,10 +1,10 @@
 """The output head: logits that are computed only if somebody looks at them.
 
-A training step needs the cross-entropy of the logits, not the logits: `[tokens, vocabulary]` in fp32 is often the
-largest tensor of the step. The head of an optimised model returns `DeferredLogits`. Whatever reaches
+A training step needs the cross-entropy of the logits, not the logits: `[tokens, vocabulary]` in fp32 is often
+the largest tensor of the step. The head of an optimised model returns `DeferredLogits`. Whatever reaches
 `torch.nn.functional.cross_entropy` through casts, views, leading slices, scaling and soft-capping runs as
-`hasten::linear_cross_entropy` in chunks; anything else computes the logits once, as the original head would, and
-goes on with them. So a loss of the user's own, generation and evaluation work unchanged.
+`hasten::linear_cross_entropy` in chunks; anything else computes the logits once, as the original head would,
+and goes on with them. So a loss of the user's own, generation and evaluation work unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hasten.ops.cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class _Recipe:
-    """softcap(scale * (hidden W^T + bias)) in `compute` (None: the dtypes as they are), then cast to `dtype`."""
+    """softcap(scale * (hidden W^T + bias)) in `compute` (None: no autocast), then cast to `dtype`."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -34,7 +34,7 @@ class _Recipe:
     scale: float = 1.0
     softcap: float = 0.0
     inside_tanh: bool = False
-    """tanh has been applied and its outer factor not yet: only a product with the cap makes a soft-cap of it."""
+    """tanh is applied, its outer factor not yet: only a product with the cap completes the soft-cap."""
 
     @property
     def vocabulary(self) -> int:
@@ -111,18 +111,19 @@ class DeferredLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Reached only by C++ callers that skip __torch_function__: no gradient would flow, so compute it there.
+        # Reached only by C++ callers that skip __torch_function__: no gradient would flow, so compute it
+        # there.
         plain_args, plain_kwargs = tree_map_only(
             DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs or {})
         )
         return func(*plain_args, **plain_kwargs)
 
 
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_sparse", "is_quantized", "is_meta",
-               "is_cuda", "is_mps", "is_xpu", "itemsize", "is_nested")  # fmt: skip
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_sparse", "is_quantized",
+               "is_meta",               "is_cuda", "is_mps", "is_xpu", "itemsize", "is_nested")  # fmt: skip
 _METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.__len__,
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement,
+    torch.Tensor.is_floating_point,    torch.Tensor.is_complex, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.__len__,
     torch.is_floating_point, torch.numel, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Levels 2 and 3: passes over the operators of level 1.
 
 Each pass takes the graph and the autocast dtype in force and returns what it did: `(name, count, declined)`.
-They are functions rather than patterns because the number of branches varies: one projection or three behind a
-norm, with or without bias.
+They are functions rather than patterns because the number of branches varies: one projection or three behind
+a norm, with or without bias.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def _grouped(nodes: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
-    """[residual +] norm, then every projection of it, as one operator that stores the statistics and not the norm.
+    """[residual +] norm, then every projection of it, as one operator that stores the statistics and not the
+    norm.
 
     Only where all users of the norm are projections; the residual sum becomes an output of the operator.
     """
@@ -169,7 +170,8 @@ def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
         weights = [full_args(n)[1] for n in linears]
         with graph.inserting_before(place if residual is None else source):
             fused = call(
-                graph, hops.norm_linear.default, x, residual, kind, weight, norm_bias, eps, offset, round_first, weights, biases
+                graph, hops.norm_linear.default, x, residual, kind, weight, norm_bias, eps, offset, round_first,
+                weights, biases,
             )  # fmt: skip
             first = 0
             if residual is not None:
@@ -192,7 +194,7 @@ def _default_norm_dtype(kind: str, source: fx.Node, weight: Any, round_first: bo
 def _residual_of(
     source: Any, place: fx.Node, order: dict[fx.Node, int], segment: dict[fx.Node, int]
 ) -> tuple[Any, fx.Node | None]:
-    """(x, residual) if `source` is their sum and the fused operator can stand where the sum stands, else (source, None)."""
+    """(x, residual) if `source` is their sum and an operator can stand in its place, else (source, None)."""
     if not is_call(source, aten.add.Tensor) or full_args(source)[2] != 1:
         return source, None
     a, b = source.args[:2]
@@ -204,7 +206,7 @@ def _residual_of(
 
 
 def residual_into_norm(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
-    """A residual sum and the norm behind it as one operator with two outputs; also across layers in one graph."""
+    """A residual sum and the norm behind it as one operator; across layers too, within one graph."""
     done = Applied("add_norm", 2, 0, [])
     order, segment = _order(graph), segments(graph)
     for node in calls(graph):
@@ -279,7 +281,8 @@ def narrow_results(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
         return done
     casting = {
         aten.linear.default, aten.matmul.default, aten.bmm.default, aten.scaled_dot_product_attention.default,
-        hops.linear.default, hops.linear_group.default, hops.activation_linear.default, hops.attention.default,
+        hops.linear.default, hops.linear_group.default, hops.activation_linear.default,
+        hops.attention.default,
     }  # fmt: skip
     for node in calls(graph):
         result = node
@@ -322,7 +325,7 @@ def _reannotate(node: fx.Node) -> None:
 
 
 def fold_constants(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
-    """What depends on no input at all (positions, masks, scales from the config) is computed once, at capture."""
+    """What depends on no input (positions, masks, scales from the config) is computed once, at capture."""
     done = Applied("fold_constants", 3, 0, [])
     constant: dict[fx.Node, bool] = {}
     mutated = mutated_nodes(graph)

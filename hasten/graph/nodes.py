@@ -1,7 +1,7 @@
 """Questions about one node of an ATen graph, and the two ways a graph is changed.
 
-Every pass works on `torch.fx` graphs whose tensor nodes carry `meta["val"]`: a fake tensor with the shape, dtype
-and strides that the node has when the graph runs in the state (autocast, shapes) it was captured in.
+Every pass works on `torch.fx` graphs whose tensor nodes carry `meta["val"]`: a fake tensor with the shape,
+dtype and strides that the node has when the graph runs in the state (autocast, shapes) it was captured in.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def full_args(node: fx.Node) -> list[Any]:
-    """The node's arguments in the order of its schema, defaults filled in. Plain functions: args, then kwargs."""
+    """The node's arguments in schema order, defaults filled in. Plain functions: args, then kwargs."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [*node.args, *(node.kwargs[k] for k in sorted(node.kwargs))]
@@ -78,8 +78,8 @@ def is_mutation(node: fx.Node) -> bool:
 
 _VIEWS = (
     aten.view, aten.reshape, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze, aten.expand,
-    aten.slice, aten.select, aten.split, aten.chunk, aten.unbind, aten.alias, aten.split_with_sizes, aten.flatten,
-    aten.unflatten,
+    aten.slice, aten.select, aten.split, aten.chunk, aten.unbind, aten.alias, aten.split_with_sizes,
+    aten.flatten,    aten.unflatten,
 )  # fmt: skip
 
 
@@ -149,7 +149,8 @@ def annotate(node: fx.Node) -> None:
         return value(argument) if isinstance(argument, fx.Node) else argument
 
     args, kwargs = fx.node.map_aggregate(node.args, fake), fx.node.map_aggregate(node.kwargs, fake)
-    # The mode of the inputs, not the one of Dynamo's tracing context, which is renewed for every backend call.
+    # The mode of the inputs, not the one of Dynamo's tracing context, which is renewed for every backend
+    # call.
     mode = next(
         (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)), None
     )

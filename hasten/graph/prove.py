@@ -108,8 +108,8 @@ def prove(original: Callee, rewritten: Callee, args: Sequence[Any], autocast: to
         except (RuntimeError, ShapeError):
             truth = theirs
     if truth is theirs or not _wider_is_nearer(theirs, truth, floor):
-        # The model casts to a fixed dtype inside, so it cannot run wider: compare with the original itself. The
-        # rounding of both sides shows in the difference then.
+        # The model casts to a fixed dtype inside, so it cannot run wider: compare with the original itself.
+        # The rounding of both sides shows in the difference then.
         truth, floor = theirs, 2 * floor
     worst = {"output": 0.0, "gradient": 0.0}
     base = 0.0
