@@ -148,7 +148,9 @@ def _losses(report: BenchReport) -> Table:
     steps = report.workload.steps
     shown = sorted({round(i * (steps - 1) / max(SHOWN_LOSSES - 1, 1)) for i in range(SHOWN_LOSSES)} | {0})
     shown = list(range(steps)) if steps <= 2 * SHOWN_LOSSES else shown
-    table = Table(title="loss by step", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title="loss by step", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
     table.add_column("")
     for step in shown:
         table.add_column(str(step + 1), justify="right")

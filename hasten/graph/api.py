@@ -113,9 +113,7 @@ def optimize(model: _Model, **settings: Any) -> _Model:
         UserError: if `model` is no `nn.Module`.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module"
-        )
+        raise UserError(f"optimize: got a {type(model).__name__}; allowed: a torch.nn.Module")
     config = make_config(**settings)
     restore(model)
     engine = Engine(config, _user_rules)

@@ -119,11 +119,14 @@ class DeferredLogits(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_sparse", "is_quantized",
-               "is_meta",               "is_cuda", "is_mps", "is_xpu", "itemsize", "is_nested")  # fmt: skip
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_sparse", "is_quantized", "is_meta",
+    "is_cuda", "is_mps", "is_xpu", "itemsize", "is_nested",
+)  # fmt: skip
 _METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement,
-    torch.Tensor.is_floating_point,    torch.Tensor.is_complex, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.__len__,
+    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device,
+    torch.Tensor.element_size, torch.Tensor.__len__,
     torch.is_floating_point, torch.numel, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
 

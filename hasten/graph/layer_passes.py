@@ -169,10 +169,8 @@ def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
             x, residual = source, None
         weights = [full_args(n)[1] for n in linears]
         with graph.inserting_before(place if residual is None else source):
-            fused = call(
-                graph, hops.norm_linear.default, x, residual, kind, weight, norm_bias, eps, offset, round_first,
-                weights, biases,
-            )  # fmt: skip
+            norm = (kind, weight, norm_bias, eps, offset, round_first)
+            fused = call(graph, hops.norm_linear.default, x, residual, *norm, weights, biases)
             first = 0
             if residual is not None:
                 replace(source, _pick(graph, fused, 0))
