@@ -32,7 +32,11 @@ class _Row(NamedTuple):
 def render(report: BenchReport) -> RenderableType:
     """Everything that the report says, for a terminal."""
     table = Table(
-        title=headline(report), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+        title=headline(report),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for index, heading in enumerate(HEADINGS):
         # Two short lines: the table fits into 80 columns.
@@ -148,9 +152,7 @@ def _losses(report: BenchReport) -> Table:
     steps = report.workload.steps
     shown = sorted({round(i * (steps - 1) / max(SHOWN_LOSSES - 1, 1)) for i in range(SHOWN_LOSSES)} | {0})
     shown = list(range(steps)) if steps <= 2 * SHOWN_LOSSES else shown
-    table = Table(
-        title="loss by step", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
-    )
+    table = Table(title="loss by step", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
     for step in shown:
         table.add_column(str(step + 1), justify="right")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hasten.base.errors import InputError
 from hasten.bench import compare, report, table
@@ -168,3 +170,14 @@ def test_a_file_without_marks_is_left_alone(example: report.BenchReport, tmp_pat
     assert table.main([str(source), "--into", str(readme)]) == 2
     assert readme.read_text() == "no marks"
     assert table.BEGIN in capsys.readouterr().err
+
+
+def test_the_table_fits_into_80_columns(example: report.BenchReport):
+    wide = example.model_copy(
+        update={"contenders": {"eager-bf16-malloc": example.contenders["hasten"], **example.contenders}}
+    )
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    console.print(table.render(wide))
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "eager-bf16-malloc" in text

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hasten.base.errors import InputError
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 64 << 20
 """Most bytes of a chunk's logits, in the dtype of the product."""
 BLOCK_BYTES = 4 << 20
 """Most bytes of a block of rows in float32: fits the second-level caches of two cores with room to spare."""
