@@ -21,6 +21,8 @@ from hasten.ops.attention.plan import Block, Plan, plan
 
 BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 16
+_SHIFTS = 3
+"""Columns that hold a float32 value in bf16 exactly: three times eight significant bits."""
 TILE_SCORES = 4 * 2**20
 """Scores in a block at most: 16 MB in float32, of which a pass holds two, and two in the narrow dtype."""
 
@@ -167,18 +169,23 @@ def backward(
     # dO V^T - delta comes out of one product: delta rides as extra columns of dO against ones next to V. In a
     # narrow dtype it takes two columns, the rounded value and the rest.
     extra = 1 if narrow == wide else 2
+    direct = narrow != wide and _score_is_product(options)
     grad_BHSD, out_BHSD = grad_out.transpose(1, 2), out.transpose(1, 2)
     scratch = _Scratch(q.device)
     for tile in _tiles(the_plan, q, k):
         k_NKD = _keys(tile.of(k), narrow)
         v_ones = _keys(tile.of(v), narrow, extra)
+        k_ones = _keys(tile.of(k), narrow, _SHIFTS) if direct else None
         dk_NKD = torch.zeros(tile.n, k.shape[2], dim, dtype=wide, device=q.device)
         dv_NKD = torch.zeros(tile.n, k.shape[2], dim_v, dtype=wide, device=q.device)
         for block in reversed(tile.blocks):
             keys = slice(block.k0, block.k1)
-            s, slope = _scores(q, k_NKD, wide, tile, block, options, scratch)
-            p = _softmax_again(s, lse, tile, block, options)
-            visible = None
+            visible, slope = None, None
+            if k_ones is not None:
+                p = _probabilities(q, k_ones, lse, tile, block, options, scratch)
+            else:
+                s, slope = _scores(q, k_NKD, wide, tile, block, options, scratch)
+                p = _softmax_again(s, lse, tile, block, options)
             if not finite:
                 visible = _visible(tile, block, options, q.device)
                 p.masked_fill_(~visible, 0.0)
@@ -190,7 +197,7 @@ def backward(
                 mass = (tile.per_head(sinks.to(wide)) - tile.rows_of(lse[..., None], block)).exp_()
                 share = (mass * delta.view(mass.shape)).sum(dim=(0, 3, 4)).flatten()
                 dsinks[tile.h0 * tile.group : tile.h1 * tile.group] -= share
-            weights = p if narrow == wide else scratch.take("product", narrow, *p.shape).copy_(p)
+            weights = p if narrow == p.dtype else scratch.take("product", narrow, *p.shape).copy_(p)
             do_rows = do_wide if narrow == wide else scratch.take("do", narrow, *do_wide.shape).copy_(do_wide)
             minus = scratch.take("do_delta", narrow, tile.n, p.shape[1], dim_v + extra)
             minus[..., :dim_v] = do_rows
@@ -257,6 +264,42 @@ def _tiles(the_plan: Plan, q: Tensor, k: Tensor) -> Iterator[_Tile]:
             for h in range(0, kv_heads, step):
                 b1, h1 = min(b + rows, segment.b1), min(h + step, kv_heads)
                 yield _Tile(b, b1, h, h1, group, segment.blocks)
+
+
+def _score_is_product(options: Options) -> bool:
+    """Whether a score is scale * q.k and nothing else, so that the product can hold the shift by the lse too."""
+    plain = options.softcap == 0 and options.alibi is None and options.bias is None
+    return plain and options.scale != 0
+
+
+def _probabilities(
+    q: Tensor, k_ones: Tensor, lse: Tensor, tile: _Tile, block: Block, options: Options, scratch: _Scratch
+) -> Tensor:
+    """exp(scale q.k - lse) [N, G * R, K] in the narrow dtype, without a score in float32.
+
+    -lse rides as extra columns of q against ones next to k, so the shift is part of the float32 sum. What the
+    rounding of the product loses is had from a second product, as in `_scores`, and enters to first order:
+    exp(high + low) = exp(high) (1 + low), with |low| below 2^-9 |high|. Rows without a key keep a shift of
+    zero; all their keys are hidden.
+    """
+    narrow, dim = k_ones.dtype, q.shape[3]
+    rest = scratch.rows("shift", lse.dtype, tile.rows_of(lse[..., None], block)).div_(-options.scale)
+    rest.masked_fill_(rest.isinf(), 0.0)
+    rows = scratch.take("q_shift", narrow, tile.n, rest.shape[1], dim + _SHIFTS)
+    rows.view(*tile.heads(block), dim + _SHIFTS)[..., :dim].copy_(tile.rows_of(q, block))
+    for column in range(dim, dim + _SHIFTS):
+        rows[..., column : column + 1] = rest
+        rest = rest - rows[..., column : column + 1]
+    keys = scratch.dense("k", k_ones[:, block.k0 : block.k1]).transpose(1, 2)
+    p = scratch.take("product", narrow, tile.n, rows.shape[1], block.k1 - block.k0)
+    p.baddbmm_(rows, keys, beta=0, alpha=options.scale)
+    low = scratch.take("low", narrow, *p.shape).copy_(p)
+    low.baddbmm_(rows, keys, beta=-1, alpha=options.scale)
+    if block.hidden is not None:
+        p_heads = p.view(*tile.heads(block), -1)
+        p_heads[..., block.c0 : block.c1].masked_fill_(block.hidden.to(q.device), -math.inf)
+    p.exp_()
+    return p.addcmul_(p, low)
 
 
 def _keys(part: Tensor, dtype: torch.dtype, ones: int = 0) -> Tensor:
