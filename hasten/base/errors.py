@@ -45,9 +45,14 @@ class CheckpointError(HastenError):
     """A checkpoint is damaged or incomplete."""
 
 
+# A folder can hold thousands of names; a message that lists them all hides what it says.
+_MAX_NAMES = 24
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """The part of a message that lists what is allowed and guesses what was meant."""
+    """The part of a message that lists what is allowed (the first 24 of more) and guesses what was meant."""
     names = sorted(allowed)
     close = difflib.get_close_matches(given, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"allowed: {', '.join(names) or '(none)'}{hint}"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"allowed: {', '.join(names[:_MAX_NAMES]) or '(none)'}{more}{hint}"

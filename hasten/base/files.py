@@ -69,6 +69,40 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         handle.write(data.encode() if isinstance(data, str) else data)
 
 
+@contextmanager
+def locked(folder: str | Path, holder: str) -> Iterator[None]:
+    """Holds `folder` for one process while the block runs, by a lock on the folder itself.
+
+    The system frees the lock when the process ends, however it ends. Where there are no such locks (Windows,
+    some network file systems) the block runs without one.
+
+    Raises:
+        InputError: another process holds it; `holder` is what the message calls that process.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise InputError(f"cannot open folder {folder}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{folder} is in use by {holder}; wait for it, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: str | Path) -> None:
     """Makes renames and new names in `folder` durable. Does nothing on Windows."""
     if not hasattr(os, "O_DIRECTORY"):

@@ -132,9 +132,11 @@ def optimize(model: _Model, **settings: Any) -> _Model:
         for block in blocks:
             block.__dict__["forward"] = BlockForward(block, engine)
         engine.recompute.blocks = blocks
-        head, doors["output head"] = find_head(model)
-        if head is not None:
-            head.__dict__["forward"] = HeadForward(head)
+        # A wrapper (data parallel, a training framework's module) has no accessor of its own.
+        for owner in transformers_roots(model) or [model]:
+            head, doors["output head"] = find_head(owner)
+            if head is not None:
+                head.__dict__["forward"] = HeadForward(head)
         _install_without_cache(model)
         doors["precision"] = _set_precision(model, config)
         doors["buffers"] = str(allocator.enable()) if config.buffers else "off: buffers=False"

@@ -9,14 +9,27 @@ stays dense. Registering adds a name to the registries and changes no other mode
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
+from hasten.graph.blocks import repeated_blocks
+from hasten.graph.bypass import recorded, transforming
 from hasten.ops.attention import ranges_from_mask
 
 NAME = "hasten"
+_WEIGHTS = {"attentions", "cross_attentions", "encoder_attentions", "decoder_attentions"}
+# An index, a size or a concatenation of the mask in the code of a layer; a sum is its own way of attention,
+# which a layer that asks the registry does not go.
+_MASK_WORK = re.compile(
+    r"\battention_mask\s*\[|\battention_mask\.(shape|size|masked_fill|unsqueeze|expand|view|reshape|repeat)\b"
+    r"|\b(cat|pad|where)\(\s*[\[(]?\s*attention_mask\b"
+)
+_MASK_SUM = re.compile(r"[+*]\s*attention_mask\b")
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Query rows of a dense mask that are looked at together: bounds the memory for long sequences.
 _MASK_ROWS = 1024
 
@@ -42,10 +55,11 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """query [B,Hq,Sq,D], key and value [B,Hkv,Sk,D] -> ([B,Sq,Hq,D], None), as transformers expects.
 
-    With dropout in training torch's own attention runs, since the operator has none.
+    Written out in plain torch where the operator cannot run: with dropout in training, which it has not,
+    inside a transform of torch.func, and where the attention weights are recorded (the second result then).
     """
     ranges, bias, causal = None, None, False
     if attention_mask is None:
@@ -54,12 +68,16 @@ def attention_forward(
     elif attention_mask.dim() == 3:
         ranges = attention_mask
     else:
-        bias = attention_mask[..., : key.shape[2]]
+        bias = attention_mask[..., : key.shape[2]].expand(-1, -1, query.shape[2], -1)
     if position_bias is not None:
         visible = bias if bias is not None else None if ranges is None else _visible(ranges, key.shape[2])
         bias, ranges = _add_mask(position_bias, visible), None
-    if dropout > 0.0:
-        return _with_dropout(module, query, key, value, ranges, bias, causal, dropout, scaling, softcap), None
+    compiling = torch.compiler.is_compiling()
+    in_steps = not compiling and (transforming() or not recorded().isdisjoint(_WEIGHTS))
+    if dropout > 0.0 or in_steps:
+        visible = bias if ranges is None else _visible(ranges, key.shape[2])
+        run = _written_out if in_steps or softcap or s_aux is not None else _torch_attention
+        return run(query, key, value, visible, causal, dropout, scaling, softcap, s_aux)
     out = torch.ops.hasten.attention(
         query, key, value, ranges, bias, s_aux, None, scaling, causal, 0, softcap or 0.0
     )[0]  # fmt: skip
@@ -80,27 +98,40 @@ def _add_mask(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return bias + mask
 
 
-def _with_dropout(
-    module: nn.Module,
-    query: Any,
-    key: Any,
-    value: Any,
-    ranges: Any,
-    bias: Any,
-    causal: bool,
-    dropout: float,
-    scaling: Any,
-    softcap: Any,
-) -> torch.Tensor:
-    if softcap:
-        raise NotImplementedError(
-            f"attention dropout {dropout} together with soft-cap {softcap}; set one of them to 0"
-        )
-    mask = _visible(ranges, key.shape[2]) if ranges is not None else bias
+def _torch_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+    dropout: float, scaling: float | None, *_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    grouped = query.shape[1] != key.shape[1]
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped
     )
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+    dropout: float, scaling: float | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out [B,Sq,Hq,D], weights [B,Hq,Sq,Sk] after dropout), step by step as eager attention."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        # The least finite number, not -inf: a row without a key stays finite, also in its gradient.
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = weights[..., : key.shape[2]].to(query.dtype)
+    weights = torch.nn.functional.dropout(weights, dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def mask_forward(
@@ -119,6 +150,9 @@ def mask_forward(
     """
     from transformers import masking_utils
 
+    if attention_mask is not None and attention_mask.dim() == 3:
+        # Generation with a static cache makes the mask before the forward pass and hands it in.
+        return attention_mask
     dense = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     function = mask_function or masking_utils.causal_mask_function
 
@@ -135,7 +169,7 @@ def mask_forward(
         )
         return mask.expand(batch_size, -1, -1, -1)
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or transforming():
         return rows(0, q_length)
     simple = _simple_ranges(
         batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, kwargs
@@ -201,6 +235,9 @@ class AttentionDoor:
             before = [(config, config._attn_implementation) for config in configs.values()]
             if any(name and name.startswith(("flash", "flex", "paged")) for _, name in before):
                 return f"left on {before[0][1]!r}, which was chosen explicitly"
+            if own := _computes_with_masks(root):
+                self.leave()
+                return f"left as it was: {own} computes with the attention mask by itself"
             if not type(root)._can_set_attn_implementation():
                 self.leave()
                 return "the model does not dispatch attention through transformers' registry"
@@ -223,6 +260,21 @@ class AttentionDoor:
     def leave(self) -> None:
         self._put_back(self._previous)
         self._previous = []
+
+
+def _computes_with_masks(root: nn.Module) -> str:
+    """The class of a layer whose code does more with its mask than hand it on: it needs the dense one."""
+    layers = (module for block in repeated_blocks(root) for module in block.modules())
+    for kind in dict.fromkeys(type(module) for module in layers):
+        if kind.__module__.startswith("torch."):
+            continue
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):  # made without a source file
+            continue
+        if _MASK_WORK.search(source) or (_MASK_SUM.search(source) and _REGISTRY not in source):
+            return kind.__name__
+    return ""
 
 
 def transformers_roots(model: nn.Module) -> list[Any]:

@@ -12,15 +12,20 @@ _MIN_MATRICES = 2
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The layers of the model: members of its outermost lists that hold at least two weight matrices each.
 
-    A list inside such a layer (experts of a mixture) belongs to the layer and is not looked into.
+    A list inside such a layer (experts of a mixture) belongs to the layer and is not looked into. A
+    layer that stands in several lists comes once.
     """
+    yield from dict.fromkeys(_layers(model))
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
         layers = [child for child in model.children() if _is_layer(child)]
         if layers and len(layers) == len(list(model.children())):
             yield from layers
             return
     for child in model.children():
-        yield from repeated_blocks(child)
+        yield from _layers(child)
 
 
 def _is_layer(module: nn.Module) -> bool:

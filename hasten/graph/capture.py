@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +23,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from hasten.base.config import Config
 from hasten.base.errors import CaptureError, ConfigError
+from hasten.graph.bypass import bypass_reason
 from hasten.graph.canonical import trace
-from hasten.graph.nodes import aten, is_call, mutated_nodes, rank_of
+from hasten.graph.nodes import aten, full_args, is_call, mutated_nodes, rank_of
 from hasten.graph.passes import run_passes
 from hasten.graph.prove import Proved
 from hasten.graph.recompute import Recompute
@@ -79,6 +81,11 @@ class Engine:
         except (CaptureError, ConfigError) as error:
             record.runs, record.reason = "original", str(error)
             return module.forward
+        except (AssertionError, RuntimeError, TypeError) as error:
+            # A graph of a kind that no pass was written for. The user's step goes on; the fault is shown.
+            record.runs, record.reason = "original", f"rewriting failed: {type(error).__name__}: {error}"
+            warnings.warn(f"hasten: {name} runs as it was, {record.reason}", stacklevel=2)
+            return module.forward
         finally:
             record.capture_s = time.perf_counter() - started
         if not record.operators and not record.rules:
@@ -91,7 +98,8 @@ class Engine:
             autocast=autocast,
             verify=self.config.verify,
             measure=self.config.measure,
-            mutates=any(n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)),
+            mutates=_updates_statistics(rewritten.graph)
+            or any(n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)),
         )
 
     def _rewrite(
@@ -111,6 +119,12 @@ class Engine:
             if node.op == "call_function" and getattr(node.target, "namespace", "") == "hasten":
                 record.operators[node.target.overloadpacket.__name__] += 1
         return rewritten
+
+
+def _updates_statistics(graph: fx.Graph) -> bool:
+    """Whether a batch norm moves its running statistics on, which its schema does not tell."""
+    norms = (n for n in graph.nodes if is_call(n, aten.batch_norm.default, aten.instance_norm.default))
+    return any(args[3] is not None and bool(args[5]) for args in map(full_args, norms))
 
 
 def _has_own_gradients(module: fx.GraphModule) -> bool:
@@ -207,7 +221,7 @@ class BlockForward:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         reason = (
-            _why_not(self.block, args, kwargs)
+            bypass_reason(self.block, args, kwargs)
             if self.previous is None
             else "the block's forward was replaced before"
         )
@@ -256,24 +270,6 @@ def _no_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_forward(block: nn.Module) -> Any:
     return type(block).forward.__get__(block)
-
-
-_PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-def _why_not(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    if kwargs.get("output_attentions"):
-        return "attention weights were asked for"
-    for name, given in (*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()):
-        pieces = given if isinstance(given, (tuple, list)) else (given,)
-        for piece in pieces:
-            if not isinstance(piece, _PLAIN):
-                if "Cache" in type(piece).__name__:
-                    return "with a key-value cache"
-                return f"{name} is a {type(piece).__name__}"
-            if isinstance(piece, torch.Tensor) and type(piece) not in (torch.Tensor, nn.Parameter):
-                return f"{name} is a {type(piece).__name__}"
-    return ""
 
 
 def _mark_lengths(args: Sequence[Any], kwargs: dict[str, Any], bounds: tuple[int, int]) -> None:

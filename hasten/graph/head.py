@@ -10,6 +10,7 @@ and goes on with them. So a loss of the user's own, generation and evaluation wo
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from hasten.graph.bypass import transforming
 from hasten.ops.cross_entropy import linear_cross_entropy
 
 
@@ -35,6 +37,8 @@ class _Recipe:
     softcap: float = 0.0
     inside_tanh: bool = False
     """tanh is applied, its outer factor not yet: only a product with the cap completes the soft-cap."""
+    versions: tuple[int, ...] = ()
+    """`_versions` of the head when it was called."""
 
     @property
     def vocabulary(self) -> int:
@@ -66,7 +70,8 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, recipe: _Recipe) -> DeferredLogits:
-        needs = torch.is_grad_enabled() and (recipe.hidden.requires_grad or recipe.weight.requires_grad)
+        parts = (recipe.hidden, recipe.weight, recipe.bias)
+        needs = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parts)
         made = torch.Tensor._make_wrapper_subclass(
             cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=needs
         )
@@ -74,9 +79,14 @@ class DeferredLogits(torch.Tensor):
         return made
 
     def materialise(self) -> torch.Tensor:
-        """The logits as an ordinary tensor with its autograd history; computed once."""
+        """The logits as an ordinary tensor with its autograd history; computed once.
+
+        The history is that of the head's call, whatever grad mode reigns where somebody looks.
+        """
         if self._value is None:
-            self._value = self._recipe.logits()
+            _warn_of_new_weights(self._recipe)
+            with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
+                self._value = self._recipe.logits()
         return self._value
 
     @classmethod
@@ -95,9 +105,12 @@ class DeferredLogits(torch.Tensor):
         if isinstance(first, DeferredLogits) and first._value is None:
             handler = _HANDLERS.get(func)
             if handler is not None:
-                answer = handler(first._recipe, *args[1:], **kwargs)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and first.requires_grad):
+                    answer = handler(first._recipe, *args[1:], **kwargs)
+                    if isinstance(answer, _Recipe):
+                        return DeferredLogits(answer)
                 if answer is not NotImplemented:
-                    return DeferredLogits(answer) if isinstance(answer, _Recipe) else answer
+                    return answer
         plain_args, plain_kwargs = tree_map_only(
             DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs)
         )
@@ -117,6 +130,21 @@ class DeferredLogits(torch.Tensor):
             DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs or {})
         )
         return func(*plain_args, **plain_kwargs)
+
+
+def _versions(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
+    """How often each tensor was written in place; inference tensors do not count that."""
+    return tuple(0 if t is None or t.is_inference() else t._version for t in (weight, bias))
+
+
+def _warn_of_new_weights(recipe: _Recipe) -> None:
+    if recipe.versions and recipe.versions != _versions(recipe.weight, recipe.bias):
+        warnings.warn(
+            "the logits of an optimised model are computed where they are looked at, and the weights of the "
+            "output head were changed since the forward pass (by an optimizer step?): they are computed with "
+            "the new weights. Look at them before the weights change.",
+            stacklevel=2,
+        )
 
 
 _PROPERTIES = (
@@ -153,6 +181,8 @@ def _to_dtype(recipe: _Recipe, dtype: torch.dtype) -> Any:
 
 
 def _reshape(recipe: _Recipe, *sizes: Any, shape: Any = None) -> Any:
+    if any(isinstance(s, torch.dtype) for s in sizes):
+        return NotImplemented
     wanted = list(
         shape
         if shape is not None
@@ -244,6 +274,7 @@ def _cross_entropy(
     classes = recipe.hidden.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not (simple and classes) or recipe.inside_tanh:
         return NotImplemented
+    _warn_of_new_weights(recipe)
     with torch.autocast(
         recipe.hidden.device.type, dtype=recipe.compute or torch.bfloat16, enabled=recipe.compute is not None
     ):
@@ -294,12 +325,16 @@ class HeadForward:
         head = self.head
         rows = input.numel() // max(input.shape[-1], 1)
         plain = type(input) is torch.Tensor and input.is_floating_point()
-        if torch.compiler.is_compiling() or rows <= 1 or not plain or _transforming():
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if traced or rows <= 1 or not plain or transforming():
             return F.linear(input, head.weight, head.bias)
         device = input.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         narrow = compute if compute is not None and input.dtype != torch.float64 else None
-        recipe = _Recipe(input, head.weight, head.bias, narrow, narrow or input.dtype)
+        recipe = _Recipe(
+            input, head.weight, head.bias, narrow, narrow or input.dtype,
+            versions=_versions(head.weight, head.bias),
+        )  # fmt: skip
         return DeferredLogits(recipe)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadForward:
@@ -315,11 +350,6 @@ class HeadForward:
 
 def _plain_forward(head: nn.Linear) -> Any:
     return type(head).forward.__get__(head)
-
-
-def _transforming() -> bool:
-    """Inside torch.func transforms a wrapper subclass cannot stand for a value."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def find_head(model: nn.Module) -> tuple[nn.Linear | None, str]:

@@ -100,7 +100,12 @@ def prove(original: Callee, rewritten: Callee, args: Sequence[Any], autocast: to
     wide = torch.float64 if low in (torch.float32, torch.float64) else torch.float32
     floor = _FLOORS.get(low, 2e-2)
     seeds: list[torch.Tensor] = []
-    ours = _run(rewritten, _leaves(args, None), seeds)
+    try:
+        ours = _run(rewritten, _leaves(args, None), seeds)
+    except Exception as error:
+        # Nothing is hidden: the original runs next, and raises whatever is the caller's own mistake.
+        reason = f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Proof(False, float("nan"), None, float("nan"), reason)
     theirs = _run(original, _leaves(args, None), seeds)
     with _autocast(None):
         try:

@@ -7,12 +7,14 @@ first within their level. Both have one form.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 import hasten.ops  # noqa: F401  (defines the operators that replacements call)
 from hasten.base.errors import ConfigError
@@ -92,7 +94,9 @@ def apply_rule(graph: fx.Graph, rule: Rule, autocast: torch.dtype | None) -> App
             continue
         context = Context(match, autocast)
         declined = _hindrance(match, position, segment, mutated) or (
-            rule.condition(context) if rule.condition else ""
+            _of_the_rule(rule, "condition", functools.partial(rule.condition, context))
+            if rule.condition
+            else ""
         )
         if declined:
             done.declined.append(declined)
@@ -128,35 +132,44 @@ def _replace(graph: fx.Graph, rule: Rule, context: Context, position: dict[fx.No
         name: fx.Proxy(bound, tracer) if isinstance(bound, fx.Node) else bound
         for name, bound in match.inputs.items()
     }
-    if (
-        "context"
-        in rule.replacement.__code__.co_varnames[
-            : rule.replacement.__code__.co_argcount + rule.replacement.__code__.co_kwonlyargcount
-        ]
-    ):
+    if "context" in inspect.signature(rule.replacement).parameters:
         arguments["context"] = context
     before = set(graph.nodes)
     with graph.inserting_before(place):
-        result = rule.replacement(**arguments)
+        result = _of_the_rule(rule, "replacement", lambda: rule.replacement(**arguments))
     results = result if isinstance(result, (tuple, list)) else (result,)
     if len(results) != len(match.outputs):
         raise ConfigError(
             f"rule {rule.name!r}: the replacement returns {len(results)} tensors, "
             f"the pattern {len(match.outputs)}"
         )
+    if not all(isinstance(r, fx.Proxy) for r in results):
+        raise ConfigError(f"rule {rule.name!r}: the replacement returns something that is no tensor")
     for node in graph.nodes:
         if node not in before:
+            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((node.args, node.kwargs))):
+                raise ConfigError(
+                    f"rule {rule.name!r}: the replacement holds a tensor of its own; allowed: numbers, and "
+                    "tensors made from its arguments (torch.full_like)"
+                )
             if isinstance(node.target, torch._ops.OpOverloadPacket):
                 node.target = node.target.default
             if node.op == "call_method":  # `x.float()` in a replacement
                 node.op, node.target = "call_function", getattr(torch.Tensor, str(node.target))
-            annotate(node)
+            try:
+                annotate(node)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise ConfigError(f"rule {rule.name!r}: {node.target} does not fit there: {error}") from error
             node.meta["rule"] = rule.name
     for old, new in zip(match.outputs, results, strict=True):
         new_node = new.node
         if isinstance(value(old), torch.Tensor) and dtype_of(old) != dtype_of(new_node):
             raise ConfigError(
                 f"rule {rule.name!r}: gives {dtype_of(new_node)} where the pattern gave {dtype_of(old)}"
+            )
+        if isinstance(value(old), torch.Tensor) and _other_shape(shape_of(old), shape_of(new_node)):
+            raise ConfigError(
+                f"rule {rule.name!r}: gives shape {shape_of(new_node)} where the pattern gave {shape_of(old)}"
             )
         old.replace_all_uses_with(new_node, propagate_meta=False)
     # Erase the covered nodes, last first; a barrier is never among them.
@@ -165,3 +178,17 @@ def _replace(graph: fx.Graph, rule: Rule, context: Context, position: dict[fx.No
     ):
         if not node.users and not is_barrier(node):
             graph.erase_node(node)
+
+
+def _of_the_rule(rule: Rule, part: str, work: Callable[[], Any]) -> Any:
+    """What a part of a rule returns. It is anybody's code: whatever it raises leaves the graph as it was."""
+    try:
+        return work()
+    except Exception as error:
+        raise ConfigError(f"rule {rule.name!r}: its {part} raised {type(error).__name__}: {error}") from error
+
+
+def _other_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two shapes differ for certain; symbolic sizes may be one size in two spellings."""
+    known = ((x, y) for x, y in zip(a, b, strict=False) if isinstance(x, int) and isinstance(y, int))
+    return len(a) != len(b) or any(x != y for x, y in known)

@@ -12,6 +12,7 @@ import torch
 
 from hasten.base.cache import cache_folder
 from hasten.base.errors import InputError, nearest
+from hasten.models.bars import late_bars
 from hasten.models.gguf_open import open_gguf
 from hasten.models.presets import PRESETS, fetch
 
@@ -41,6 +42,15 @@ def open_model(
         InputError: nothing by that name, a damaged or incomplete model, or an architecture that cannot be
         opened.
     """
+    try:
+        with late_bars():
+            return _open(path_or_id, dtype, cache_dir)
+    except OSError as error:
+        # No permission, a name that is too long, an interrupted mount.
+        raise InputError(f"cannot open {path_or_id}: {error.strerror or error}") from error
+
+
+def _open(path_or_id: str | Path, dtype: torch.dtype, cache_dir: str | Path | None) -> Opened:
     name = str(path_or_id)
     path = Path(path_or_id).expanduser()
     if path.is_file():

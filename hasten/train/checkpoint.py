@@ -110,7 +110,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], record: M
         for cause in _causes(error):
             if isinstance(cause, (KeyboardInterrupt, SystemExit)):
                 raise cause from None
-        if _is_full(error) or _free_bytes(folder) < OVERHEAD_BYTES:
+        if _is_full(error) or (folder.is_dir() and _free_bytes(folder) < OVERHEAD_BYTES):
             raise CheckpointError(
                 f"the disk is full: the checkpoint of step {step} needs {spell_bytes(need_bytes)} in "
                 f"{folder}, which has {spell_bytes(_free_bytes(folder))} free; older checkpoints are intact"
@@ -130,11 +130,13 @@ def verify(path: Path) -> Checkpoint:
         CheckpointError: it is incomplete or damaged; names the file.
     """
     try:
-        commit = (path / "COMMIT").read_text().strip()
+        commit = (path / "COMMIT").read_text(errors="replace").strip()
         raw = (path / "manifest.json").read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         missing = Path(error.filename).name
         raise CheckpointError(f"{path} is not a whole checkpoint: {missing} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if hashlib.sha256(raw).hexdigest() != commit:
         raise CheckpointError(f"{path} is damaged: manifest.json does not fit COMMIT")
     manifest = json.loads(raw)
@@ -227,24 +229,31 @@ def find(folder: Path, resume: str, screen: Screen) -> Checkpoint | None:
         if not path.is_dir():
             names = ", ".join(entry.name for _, entry in found) or "none"
             raise InputError(f"checkpoint.resume = {resume!r}: no such folder; in {folder}: {names}")
+        if not any((path / name).is_file() for name in ("COMMIT", "manifest.json", "run.json")):
+            raise InputError(f"checkpoint.resume = {resume!r}: that folder is no checkpoint")
         chosen = verify(path)
         if path.resolve().parent == folder.resolve():
             for step, later in found:
                 if step > chosen.step:
                     screen.note(f"{later.name} comes after {path.name}: kept as {set_aside(later).name}")
         return chosen
+    damaged: list[tuple[Path, CheckpointError]] = []
     for step, path in reversed(found):
         try:
             good = verify(path)
         except CheckpointError as error:
-            screen.warn(f"{error}; it is kept as {set_aside(path).name} and the one before it is used")
+            damaged.append((path, error))
             continue
         if good.step != step:
             raise CheckpointError(f"{path} holds step {good.step}; its name says {step}")
+        # Only now: without a good one the names stay, so that a second try does not start anew over them.
+        for left, why in damaged:
+            screen.warn(f"{why}; it is kept as {set_aside(left).name} and {path.name} is used")
         return good
     if found:
         raise CheckpointError(
-            f"none of the {len(found)} checkpoints in {folder} is whole; to start again from step 0 choose "
+            f"none of the {len(found)} checkpoints in {folder} is whole "
+            f"({'; '.join(str(error) for _, error in damaged[:3])}); to start again from step 0 choose "
             "another output.folder or remove them"
         )
     return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from hasten.base.errors import ConfigError, InputError, nearest
@@ -27,7 +27,16 @@ FREE_DATA_KEYS = ("path", "cache_folder")
 class Section(BaseModel):
     """Base of every section: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                raise ValueError(f"{name} = {str(value).lower()}: a truth value has no meaning here")
+        return values
 
 
 class ModelSection(Section):
@@ -133,8 +142,21 @@ class LoraSection(Section):
     r: int = Field(8, gt=0)
     alpha: float = Field(16.0, gt=0.0)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="all-linear, or a list of names of modules"
+    )
     merge: bool = Field(False, description="also write the model with the adapter merged in")
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: Any) -> Any:
+        return value if value == "all-linear" or not isinstance(value, str) else (value,)
+
+    @model_validator(mode="after")
+    def _names_a_module(self) -> LoraSection:
+        if not self.target_modules:
+            raise ValueError("target_modules = []: name at least one module, or give 'all-linear'")
+        return self
 
 
 class EvalSection(Section):
@@ -241,6 +263,8 @@ def load_config(file: str | Path | None = None, overrides: Mapping[str, Any] | N
             raise InputError(f"{path} is a folder; give a TOML file") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not valid TOML: {error}") from None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
     for name, value in (overrides or {}).items():
         _set(tree, name, value)
     try:
@@ -304,7 +328,7 @@ def _explain(item: Mapping[str, Any]) -> str:
         allowed = list(section.model_fields) if section is not None else []
         return f"unknown key {name!r}; {nearest(location[-1], allowed)}"
     if item["type"] == "missing":
-        return f"{name} is not set"
+        return f"{name} lacks an entry" if isinstance(item["loc"][-1], int) else f"{name} is not set"
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if item["type"] == "value_error":

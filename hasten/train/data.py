@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from hasten.base.cache import cache_folder
-from hasten.base.errors import InputError
+from hasten.base.errors import HastenError, InputError
 from hasten.train.config import DataSection
 from hasten.train.screen import Screen
 from hasten.train.text import Document, Source, documents, find_source
@@ -90,6 +90,7 @@ def load_tokens(data: DataSection, tokenizer: Any, *, screen: Screen | None = No
 
     Raises:
         InputError: the path is missing, a file is malformed, or there is no text at all.
+        HastenError: the cache cannot be written, for example because the disk is full.
     """
     screen = screen or Screen(enabled=False)
     source = find_source(data)
@@ -135,6 +136,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._first_R)
+
+    def predicted(self, row: int) -> int:
+        """How many tokens of a row are predicted: all but the first of each of its documents."""
+        first, count = int(self._first_R[row]), int(self._count_R[row])
+        begun = np.searchsorted(self.stream.starts, [first + 1, first + count])
+        return count - 1 - int(begun[1] - begun[0])
 
     def batch(self, rows: np.ndarray | list[int]) -> Batch:
         """The rows with these numbers. What a row lacks is padding, a document that nothing predicts."""
@@ -275,7 +282,13 @@ def _tokenise(
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     limit = data.max_tokens
     temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make {folder.parent}, where tokenised text is kept: {error.strerror}; set "
+            "data.cache_folder or HASTEN_CACHE_DIR"
+        ) from error
     starts: list[int] = []
     written, current = 0, -1
     digest = hashlib.sha256()
@@ -327,6 +340,11 @@ def _tokenise(
         }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
         _publish(temporary, folder)
+    except OSError as error:
+        raise HastenError(
+            f"tokenised text cannot be written to {folder.parent}: {error.strerror or error}; free some "
+            "space, or set data.cache_folder or HASTEN_CACHE_DIR"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Whether a model keeps the documents of one row apart, found out by asking it."""
+"""What a model's tokens can see, found out by asking it: later tokens, other documents of the row."""
 
 from __future__ import annotations
 
@@ -42,6 +42,35 @@ def keeps_documents_apart(model: nn.Module, vocabulary: int) -> bool:
     finally:
         model.train(was_training)
     return torch.equal(*seen)
+
+
+def check_causal(model: nn.Module, vocabulary: int) -> None:
+    """Refuses a model whose tokens see those after them: the next token would be read, not predicted.
+
+    Two rows that differ in the last token only are run; all logits before it must be equal, up to the
+    rounding of products that a library splits by their contents (mixtures of experts).
+
+    Raises:
+        ConfigError: the model is not causal.
+    """
+    device = next(model.parameters()).device
+    ids = torch.arange(PIECE + 1, device=device) % vocabulary
+    rows = torch.stack([ids, ids])
+    rows[1, -1] = (ids[-1] + 1) % vocabulary
+    extra = {"use_cache": False} if accepts(model, "use_cache") else {}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            seen = [model(input_ids=row[None], **extra).logits[0, :-1].float() for row in rows]
+    finally:
+        model.train(was_training)
+    allowed = 16 * torch.finfo(next(model.parameters()).dtype).eps * float(seen[0].abs().max())
+    if float((seen[0] - seen[1]).abs().max()) > allowed:
+        raise ConfigError(
+            f"{type(_inner(model)).__name__} lets a token see those after it, so there is no next token to "
+            "predict; hasten train takes causal language models"
+        )
 
 
 def check_packing(model: nn.Module, vocabulary: int) -> None:

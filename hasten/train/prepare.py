@@ -14,7 +14,7 @@ import hasten
 from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.train.config import LoraSection, RunConfig
 from hasten.train.data import Rows, TokenStream
-from hasten.train.packing import check_packing
+from hasten.train.packing import check_causal, check_packing
 from hasten.train.result import replace_folder, save_model
 from hasten.train.screen import Screen
 
@@ -23,7 +23,8 @@ def check_model(config: RunConfig, model: nn.Module, tokenizer: Any) -> int:
     """The number of rows in the model's embedding table, after checking that text and rows fit the model.
 
     Raises:
-        ConfigError: rows are longer than the model's context, or packing would let documents see each other.
+        ConfigError: rows are longer than the model's context, the model is not causal, or packing would let
+            documents see each other.
         InputError: there is no tokenizer, or it has more entries than the model.
     """
     if tokenizer is None:
@@ -41,6 +42,7 @@ def check_model(config: RunConfig, model: nn.Module, tokenizer: Any) -> int:
             f"{config.model.id}: the tokenizer has {len(tokenizer)} entries, the model's embedding table "
             f"{vocabulary}; they do not belong together"
         )
+    check_causal(model, vocabulary)
     if config.data.packing:
         check_packing(model, vocabulary)
     return vocabulary
@@ -65,6 +67,11 @@ def rows_of(
             f"data.validation_fraction = {config.data.validation_fraction} of {len(stream.tokens)} tokens "
             f"leaves {len(parts[0].tokens)} to train on and {len(parts[1].tokens)} to evaluate on; "
             "give more text"
+        )
+    if all(rows.predicted(first) == 0 for first in range(len(rows))):
+        raise InputError(
+            f"the text has {len(stream.tokens)} token(s) in {len(stream.starts)} document(s), and none "
+            "follows another in its document, so there is nothing to learn; give more text"
         )
     limit = ", cut off by data.max_tokens" if stream.reached_limit else ""
     screen.note(
@@ -98,7 +105,10 @@ def optimized(config: RunConfig, model: nn.Module) -> Iterator[None]:
     if not config.optimize:
         yield
         return
-    hasten.optimize(model, **({} if config.level is None else {"level": config.level}))
+    # `precision` of the run is part of what a checkpoint fixes: the environment does not change it here.
+    level = {} if config.level is None else {"level": config.level}
+    # Timing could choose otherwise after a resume, and the bits would differ: proof decides alone.
+    hasten.optimize(model, precision="follow", measure=False, **level)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from hasten.base.config import make_config
 from hasten.base.errors import CheckpointError, ConfigError, HastenError
 from hasten.base.facts import detect
+from hasten.base.files import locked
 from hasten.models import open_model
 from hasten.train import checkpoint as checkpoints
 from hasten.train import state
@@ -45,12 +48,22 @@ def train(config: RunConfig, *, progress: bool = True) -> Result:
     screen = Screen(enabled=progress)
     precision = detect().default_dtype().value if config.precision == "auto" else config.precision
     find_source(config.data)
+    if config.optimize:
+        make_config()  # A wrong HASTEN_* variable is found here and not after the model is opened.
     try:
         config.output.folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise ConfigError(
             f"output.folder = {str(config.output.folder)!r} cannot be made: {error.strerror}"
         ) from None
+    if not os.access(config.output.folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output.folder = {str(config.output.folder)!r} cannot be written to")
+    with locked(config.output.folder, "another training run"):
+        return _train(config, precision, screen, started_s)
+
+
+def _train(config: RunConfig, precision: str, screen: Screen, started_s: float) -> Result:
+    """`train` once its settings are checked and its output folder is its own."""
     start = checkpoints.find(config.checkpoint_folder, config.checkpoint.resume, screen)
     if start is not None:
         state.check_settings(config, precision, start)

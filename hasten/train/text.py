@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,7 @@ def find_source(data: DataSection) -> Source:
         found = (file for file in root.rglob("*.py") if not NOT_SOURCE & set(file.relative_to(root).parts))
     else:
         root = Path(data.path).expanduser()
+        _check_access(root)
         if root.is_file():
             return Source(root.parent, (root,), data.field)
         if not root.is_dir():
@@ -72,7 +76,7 @@ def find_source(data: DataSection) -> Source:
                 f"data.path = {data.path!r}: no such file or folder "
                 f"({nearest(root.name, [*beside, STANDARD_LIBRARY])})"
             )
-        found = (file for file in root.glob(data.glob) if file.is_file() and not _hidden(file, root))
+        found = (file for file in _matches(root, data.glob) if file.is_file() and not _hidden(file, root))
     files = tuple(sorted(found, key=lambda file: hashlib.sha256(_relative(file, root).encode()).digest()))
     if not files:
         raise InputError(f"data.path = {data.path!r}: no file matches data.glob = {data.glob!r}")
@@ -91,7 +95,8 @@ def documents(source: Source) -> Iterator[Document]:
         elif file.suffix == ".parquet":
             yield from _parquet_rows(file, source.field)
         else:
-            raw = file.read_bytes()
+            with _reading(file):
+                raw = file.read_bytes()
             text = _decoded(raw)
             if text is None:
                 if len(source.files) == 1:
@@ -103,14 +108,44 @@ def documents(source: Source) -> Iterator[Document]:
                 yield Document(text, len(raw))
 
 
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """The system's refusal to read a file as one message that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _check_access(root: Path) -> None:
+    try:
+        found = root.stat()
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(root):
+                pass
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return
+    except OSError as error:
+        raise InputError(f"data.path = {str(root)!r} cannot be read: {error.strerror}") from error
+
+
+def _matches(root: Path, pattern: str) -> Iterator[Path]:
+    if ".." in Path(pattern).parts or Path(pattern).is_absolute():
+        raise InputError(f"data.glob = {pattern!r}: give a pattern inside data.path, for example '**/*.txt'")
+    try:
+        yield from root.glob(pattern)
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"data.glob = {pattern!r}: {error}; for example '**/*.txt'") from None
+
+
 def _json_rows(file: Path, field: str) -> Iterator[Document]:
-    with file.open("rb") as lines:
+    with _reading(file), file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"{file}, line {number}: not valid JSON ({error})") from None
             if not isinstance(row, dict) or field not in row:
                 names = list(row) if isinstance(row, dict) else []
@@ -127,7 +162,8 @@ def _parquet_rows(file: Path, field: str) -> Iterator[Document]:
             f"{file}: .parquet needs pyarrow; install it with: pip install 'hasten[parquet]'"
         ) from None
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        with _reading(file):
+            table = pyarrow.parquet.ParquetFile(file)
         if field not in table.schema_arrow.names:
             raise InputError(f"{file}: no column {field!r}; {nearest(field, table.schema_arrow.names)}")
         number = 0
@@ -144,6 +180,11 @@ def _row(value: Any, where: str, field: str, read_bytes: int) -> Iterator[Docume
         return
     if not isinstance(value, str):
         raise InputError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # JSON can spell half of a surrogate pair, which is no character; tokenizers refuse it.
+        value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if value.strip():
         yield Document(value, read_bytes)
 

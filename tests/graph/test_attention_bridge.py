@@ -178,3 +178,47 @@ def test_models_that_chose_their_attention_keep_it() -> None:
     assert hasten.report(model).doors["attention"].startswith("on")
     hasten.restore(model)
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_layer_that_computes_with_its_mask_gets_a_dense_one() -> None:
+    """It would take intervals of keys for a mask of its own."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = DogeForCausalLM(DogeConfig(**sizes, **heads, pad_token_id=0))
+    ids = torch.randint(3, 64, (2, 9))
+    own = model(input_ids=ids, labels=ids).loss
+    hasten.optimize(model, measure=False)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, own, rtol=1e-4, atol=1e-5)
+    assert "DogeAttention computes with the attention mask" in hasten.report(model).doors["attention"]
+    assert "left" not in hasten.report(hasten.optimize(tiny_model("gpt2"))).doors["attention"]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("mask", ["ranges", "bool", "float", "causal"])
+def test_attention_with_dropout_counts_everything(mask: str, softcap: float | None, sinks: bool) -> None:
+    """With a dropout that drops next to nothing the result is the operator's."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
+    ranges = torch.tensor([[0, end] for end in range(1, 7)], dtype=torch.int32).expand(2, -1, -1)
+    dense = visible(ranges, 6)
+    given = {"ranges": ranges, "bool": dense, "float": torch.zeros(2, 1, 6, 6).masked_fill(~dense, -1e30)}
+    arguments = (nn.Module(), q, k, v, given.get(mask))
+    options = {"softcap": softcap, "s_aux": torch.randn(4, generator=generator) if sinks else None}
+    own, none = attention_forward(*arguments, is_causal=True, **options)
+    ours, _ = attention_forward(*arguments, is_causal=True, dropout=1e-12, **options)
+    assert none is None
+    torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_with_one_row_for_all_queries(dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, 6, 8)
+    seen = torch.tensor([[1, 1, 1, 0, 0, 0], [1] * 6]).bool()[:, None, None]
+    mask = seen if dtype == torch.bool else torch.zeros(2, 1, 1, 6).masked_fill(~seen, -1e30)
+    out, _ = attention_forward(nn.Module(), q, q, q, mask)
+    own = F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2)
+    torch.testing.assert_close(out, own, rtol=1e-4, atol=1e-5)

@@ -46,6 +46,17 @@ def test_generate_gives_the_same_tokens_with_left_padding(family: str) -> None:
     assert torch.equal(tokens, original.eval().generate(batch.ids, attention_mask=batch.mask, **arguments))
 
 
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_generate_in_its_other_ways(family: str, options: dict[str, Any]) -> None:
+    model, original = pair(family)
+    batch = make_batch(12, "left")
+    arguments = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    arguments |= {"attention_mask": batch.mask, "disable_compile": True, **options}
+    ours, own = (m.eval().generate(batch.ids, **arguments) for m in (model, original))
+    assert torch.equal(ours, own)
+
+
 def test_save_and_open_leave_no_trace(tmp_path: Path) -> None:
     model, original = pair()
     batch = make_batch(17)
@@ -238,3 +249,161 @@ def test_the_report_reads_well_and_as_json() -> None:
     assert "LlamaDecoderLayer" in text
     assert "equal within budget" in text
     assert json.loads(json.dumps(report.as_dict(), default=str))["graphs"][0]["operators"]["norm_linear"] == 2
+
+
+def _forward_hook(module: nn.Module, seen: list[int]) -> Any:
+    return module.register_forward_hook(lambda m, args, out: seen.append(1) or out * 1.5)
+
+
+def _pre_hook(module: nn.Module, seen: list[int]) -> Any:
+    return module.register_forward_pre_hook(lambda m, args: seen.append(1) or (args[0] * 1.5,))
+
+
+def _backward_hook(module: nn.Module, seen: list[int]) -> Any:
+    return module.register_full_backward_hook(lambda m, got, out: seen.append(1) or (got[0] * 1.5,))
+
+
+@pytest.mark.parametrize("register", [_forward_hook, _pre_hook, _backward_hook])
+@pytest.mark.parametrize("when", ["before optimize", "after the first step"])
+def test_hooks_inside_a_block_run(register: Any, when: str) -> None:
+    model = tiny_model("llama")
+    original = original_of(model)
+    batch = make_batch(17)
+    if when == "after the first step":
+        run(hasten.optimize(model, measure=False), batch)
+    seen: tuple[list[int], list[int]] = ([], [])
+    hooks = [register(m.model.layers[1].mlp, s) for m, s in zip((model, original), seen, strict=True)]
+    if when == "before optimize":
+        hasten.optimize(model, measure=False)
+    own = run(original, batch)
+    assert_budget(run(model, batch), own, own, batch, torch.float32)
+    assert len(seen[0]) == len(seen[1]) == 1
+    assert hasten.report(model).originals == {"a hook is registered inside, on a LlamaMLP": 1}
+    for hook in hooks:
+        hook.remove()
+    own = run(original, batch)
+    assert_budget(run(model, batch), own, own, batch, torch.float32, "the hook removed")
+    assert len(seen[0]) == 1
+    assert sum(hasten.report(model).originals.values()) == 1
+
+
+def test_a_hook_on_all_modules_sees_the_same_calls() -> None:
+    model, original = pair()
+    batch = make_batch(17)
+    run(model, batch)
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda m, a, o: seen.append(type(m).__name__))
+    try:
+        run(original, batch)
+        own = list(seen)
+        seen.clear()
+        run(model, batch)
+    finally:
+        hook.remove()
+    assert seen == own
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bert"])
+def test_recorded_attention_weights_are_those_of_the_eager_model(family: str) -> None:
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    original = original_of(model)
+    hasten.optimize(model, measure=False)
+    batch = make_batch(17, "right")
+    run(model, batch)
+    arguments = {"input_ids": batch.ids, "attention_mask": batch.mask, "output_attentions": True}
+    ours, own = model(**arguments).attentions, original(**arguments).attentions
+    assert len(ours) == len(own) == 3
+    for a, b in zip(ours, own, strict=True):
+        assert_near(a, b)
+    run(model, batch)  # the recording is over, its hooks stay behind idle
+    assert sum(hasten.report(model).originals.values()) == 3
+
+
+# The original's attention has no batching rule.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_gradients_by_torch_func() -> None:
+    model, original = pair()
+    ids = make_batch(9).ids
+    found = []
+    for m in (model, original):
+        weights = {name: p.detach() for name, p in m.named_parameters()}
+
+        def loss(weights: Any, row: torch.Tensor, m: nn.Module = m) -> torch.Tensor:
+            arguments = {"input_ids": row[None], "labels": row[None], "use_cache": False}
+            return torch.func.functional_call(m, weights, kwargs=arguments).loss
+
+        found.append(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, ids))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-3, atol=1e-5)
+    assert hasten.report(model).originals == {"inside a transform of torch.func": 3}
+
+
+def test_a_layer_in_two_lists_is_restored() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+            self.first, self.second = nn.ModuleList(layers), nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in (*self.first, *self.second):
+                x = layer(x)
+            return x
+
+    model = Twice()
+    original = original_of(model)
+    x = torch.randn(2, 5, 16)
+    hasten.optimize(model, measure=False)
+    assert_near(model(x), original(x))
+    assert not hasten.report(model).originals
+    hasten.restore(model)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert torch.equal(model(x), original(x))
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_running_statistics_move_once_a_step(measure: bool) -> None:
+    class Normed(nn.Module):
+        def __init__(self, written_out: bool) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+            self.norm, self.written_out = nn.BatchNorm1d(16), written_out
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n, y = self.norm, x.transpose(1, 2)
+            y = (
+                nn.functional.batch_norm(y, n.running_mean, n.running_var, n.weight, n.bias, self.training)
+                if self.written_out
+                else n(y)
+            )
+            return x + self.down(nn.functional.gelu(self.up(y.transpose(1, 2))))
+
+    for written_out in (True, False):
+        original = nn.Sequential(Normed(written_out), Normed(written_out))
+        model = hasten.optimize(original_of(original), measure=measure)
+        x = torch.randn(4, 100, 16)
+        for _ in range(2):
+            assert_near(model(x), original(x))
+        for name, buffer in original.named_buffers():
+            assert_near(model.get_buffer(name), buffer)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+def test_torch_jit_trace_sees_the_original_blocks() -> None:
+    class Logits(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    model, original = pair()
+    ids = make_batch(9).ids
+    traced = torch.jit.trace(Logits(model.eval()), ids, check_trace=False)
+    with torch.no_grad():
+        assert_near(traced(ids), original.eval()(input_ids=ids, use_cache=False).logits)

@@ -263,3 +263,19 @@ def test_a_plain_training_loop_is_optimised() -> None:
     batch = make_batch(17)
     model(input_ids=batch.ids, labels=batch.labels).loss.backward()
     assert_rewritten(model)
+
+
+def test_dropout_in_attention_with_a_soft_cap() -> None:
+    model = tiny_model("gemma2", attention_dropout=0.2)
+    model.set_attn_implementation("eager")
+    original = original_of(model)
+    hasten.optimize(model, measure=False)
+    batch = make_batch(17, "right")
+    run(model, batch)  # captured before the generator is set
+    found = []
+    for m in (model, original):
+        torch.manual_seed(5)
+        found.append([run(m, batch) for _ in range(2)])
+    assert found[1][0].loss != found[1][1].loss, "dropout was off"
+    for ours, own in zip(*found, strict=True):
+        assert_budget(ours, own, own, batch, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -209,3 +210,76 @@ def test_torch_compile_takes_settings_and_refuses_unknown_ones() -> None:
     torch.testing.assert_close(torch.compile(stack(), backend="hasten", options={"level": 0})(x), own)
     with pytest.raises(Exception, match="level"):
         torch.compile(stack(), backend="hasten", options={"levle": 0})(x)
+
+
+def _raises(x: Any, steepness: float, shift: float) -> Any:
+    raise ValueError("no")
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "raises": (_raises, "replacement raised ValueError: no"),
+    "too few dims": (lambda x, steepness, shift: x.sum(-1), "gives shape"),
+    "another size": (lambda x, steepness, shift: x[..., :1], "gives shape"),
+    "nothing": (lambda x, steepness, shift: None, "no tensor"),
+    "a tensor of its own": (lambda x, steepness, shift: x * torch.tensor(3.0), "tensor of its own"),
+    "other arguments": (lambda x: x, "unexpected keyword"),
+    "sizes that do not fit": (lambda x, steepness, shift: x @ x, "does not fit"),
+    "control flow": (lambda x, steepness, shift: x if x.sum() > 0 else -x, "control flow"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_replacement_leaves_the_block_and_says_why(name: str) -> None:
+    replacement, words = BROKEN[name]
+    hasten.register_fusion_pattern(pattern, examples=examples, name="broken")(replacement)
+    x = torch.randn(2, 7, 16)
+    model = hasten.optimize(stack(), measure=False)
+    assert all(torch.equal(a, b) for a, b in zip(results(model, x), results(stack(), x), strict=True))
+    graph = hasten.report(model).graphs[0]
+    assert graph.runs == "original"
+    assert words in graph.reason
+
+
+def test_a_broken_condition_leaves_the_block_too() -> None:
+    def condition(context: Any) -> str:
+        return context.no_such_fact
+
+    hasten.register_fusion_pattern(pattern, examples=examples, name="broken", condition=condition)(_raises)
+    x = torch.randn(2, 7, 16)
+    model = hasten.optimize(stack(), measure=False)
+    assert all(torch.equal(a, b) for a, b in zip(results(model, x), results(stack(), x), strict=True))
+    assert "condition raised AttributeError" in hasten.report(model).graphs[0].reason
+
+
+def test_any_callable_is_a_replacement() -> None:
+    def scaled(factor: float, x: Any, steepness: float, shift: float) -> Any:
+        return factor * F.silu(steepness * x) / steepness + shift
+
+    hasten.register_fusion_pattern(pattern, examples=examples, name="partial")(functools.partial(scaled, 1.0))
+    x = torch.randn(2, 7, 16)
+    model = hasten.optimize(stack(), measure=False)
+    torch.testing.assert_close(results(model, x), results(stack(), x))
+    assert hasten.report(model).rule_counts()["partial"] == 1
+
+
+@torch.library.custom_op("hasten_tests::brittle", mutates_args=())
+def brittle(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("not on this machine")
+
+
+@brittle.register_fake
+def _brittle_shape(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_rewritten_block_that_raises_is_left_as_it_was() -> None:
+    @hasten.register_fusion_pattern(pattern, examples=examples, name="brittle")
+    def replacement(x: Any, steepness: float, shift: float) -> Any:
+        return torch.ops.hasten_tests.brittle(x)
+
+    x = torch.randn(2, 7, 16)
+    model = hasten.optimize(stack(), measure=False)
+    assert all(torch.equal(a, b) for a, b in zip(results(model, x), results(stack(), x), strict=True))
+    graph = hasten.report(model).graphs[0]
+    assert graph.runs == "original"
+    assert "RuntimeError: not on this machine" in graph.reason

@@ -115,6 +115,7 @@ LEAVE = {
     "numpy": lambda x: torch.from_numpy(x.detach().numpy()) + 0,
     "iterated": lambda x: torch.stack(list(x)),
     "cloned": lambda x: x.clone(),
+    "other dtype's view": lambda x: x.detach().view(torch.int32),
 }
 
 
@@ -266,3 +267,67 @@ def test_loss_over_logits_of_the_last_tokens() -> None:
     own = original(input_ids=ids, logits_to_keep=3, use_cache=False).logits
     torch.testing.assert_close(torch.as_tensor(ours) + 0, own, rtol=1e-4, atol=1e-5)
     assert run(model, make_batch(17)).loss == pytest.approx(run(original, make_batch(17)).loss, rel=1e-5)
+
+
+def test_looking_without_gradients_keeps_them_for_later() -> None:
+    head, hidden, make, make_own = deferred()
+    found = []
+    for logits in (make(), make_own()):
+        with torch.no_grad():
+            logits.argmax(-1)
+            logits[:, :-1].softmax(-1)
+        with torch.inference_mode():
+            (logits + 1).argmax(-1)
+        found.append(gradients(logits.log_softmax(-1).square().sum(), head, hidden))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_teacher_gets_no_gradient(mode: Callable[[], object]) -> None:
+    """Logits made without gradients carry none, wherever they are looked at."""
+    _, _, make, make_own = deferred()
+    with mode():
+        logits, own = make(), make_own()
+        rows = logits.float()[:, 1:].reshape(-1, 11)
+    assert not logits.softmax(-1).requires_grad
+    assert not rows.softmax(-1).requires_grad
+    assert not logits.view(-1, 11).requires_grad
+    assert not F.cross_entropy(logits.view(-1, 11), TARGET).requires_grad
+    torch.testing.assert_close(logits.softmax(-1), own.softmax(-1))
+
+
+def test_a_bias_trained_alone_gets_its_gradient() -> None:
+    head, hidden, *_ = deferred(bias=True)
+    head.weight.requires_grad_(False)
+    logits = HeadForward(head)(hidden.detach())
+    assert logits.requires_grad
+    (gradient,) = torch.autograd.grad(logits.square().sum(), [head.bias])
+    own = F.linear(hidden.detach(), head.weight, head.bias)
+    torch.testing.assert_close(gradient, torch.autograd.grad(own.square().sum(), [head.bias])[0])
+
+
+@pytest.mark.parametrize("look", [lambda x: x.argmax(-1), lambda x: F.cross_entropy(x.view(-1, 11), TARGET)])
+def test_logits_looked_at_after_the_weights_changed_say_so(
+    look: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    head, _, make, _ = deferred()
+    logits, seen = make(), make()
+    seen.argmax(-1)
+    with torch.no_grad():
+        head.weight.mul_(2.0)
+    with pytest.warns(UserWarning, match="before the weights change"):
+        look(logits)
+    look(seen)  # computed before the change: no warning, which would be an error here
+
+
+def test_the_head_of_a_model_inside_a_wrapper() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = tiny_model("llama")
+
+    wrapper = hasten.optimize(Wrapper(), measure=False)
+    assert hasten.report(wrapper).doors["output head"].startswith("on")
+    assert isinstance(wrapper.module.lm_head.forward, HeadForward)
+    hasten.restore(wrapper)
+    assert "forward" not in wrapper.module.lm_head.__dict__

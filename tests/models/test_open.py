@@ -59,6 +59,33 @@ def test_a_cut_or_incomplete_folder(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
+def test_no_bar_is_shown_while_nothing_takes_long(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    capfd.readouterr()
+    open_model(tmp_path)
+    assert capfd.readouterr().err == ""
+    seen = []
+
+    def hook(factory: Any, args: Any, settings: Any) -> Any:
+        seen.append(settings)
+        return factory(*args, **settings)
+
+    before = logging.set_tqdm_hook(hook)
+    try:
+        open_model(tmp_path)
+    finally:
+        assert logging.set_tqdm_hook(before) is hook
+    assert seen
+    assert all("delay" not in settings for settings in seen)
+
+
+def test_a_path_that_the_system_refuses() -> None:
+    with pytest.raises(InputError, match=r"cannot open xxx.*too long"):
+        open_model("x" * 3000)
+
+
 def test_nothing_by_that_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file or folder"):
         open_model(tmp_path / "gone.gguf")

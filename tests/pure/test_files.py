@@ -12,7 +12,7 @@ import pytest
 
 from hasten.base.errors import InputError
 from hasten.base.events import EventLog
-from hasten.base.files import atomic_file, sha256_of, write_atomically
+from hasten.base.files import atomic_file, locked, sha256_of, write_atomically
 
 
 def test_replaces_text_and_bytes(tmp_path: Path) -> None:
@@ -77,6 +77,19 @@ def test_no_such_folder(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     with pytest.raises(InputError, match="it is a folder"):
         write_atomically(tmp_path / "d", "")
+
+
+def test_a_locked_folder_is_refused_until_it_is_free(tmp_path: Path) -> None:
+    with locked(tmp_path, "one"):
+        with pytest.raises(InputError, match="in use by two"), locked(tmp_path, "two"):
+            pass
+        # Still held: a refused try does not free it.
+        with pytest.raises(InputError, match="in use by three"), locked(tmp_path, "three"):
+            pass
+    with locked(tmp_path, "four"):
+        pass
+    with pytest.raises(InputError, match="cannot open folder"), locked(tmp_path / "none", "five"):
+        pass
 
 
 def test_other_errors_keep_their_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

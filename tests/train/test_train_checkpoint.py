@@ -116,14 +116,22 @@ def test_damage_is_refused_and_the_one_before_used(
     assert found.step == 1
     said = capsys.readouterr().err
     assert message in said
-    assert "the one before it is used" in said
+    assert "step-00000001 is used" in said
     assert (tmp_path / "step-00000002.aside").is_dir()
 
 
 def test_no_good_one_is_an_error_not_a_new_start(tmp_path: Path) -> None:
     truncate(save(tmp_path, 1))
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        checkpoints.find(tmp_path, "auto", QUIET)
+    uncommit(save(tmp_path, 2))
+    for _ in range(2):  # and it stays one when the user tries again
+        with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints.*COMMIT is missing.*bytes"):
+            checkpoints.find(tmp_path, "auto", QUIET)
+    assert [step for step, _ in checkpoints.steps_in(tmp_path)] == [1, 2]
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no checkpoint"):
+        checkpoints.find(tmp_path / "run", str(tmp_path), QUIET)
 
 
 def test_find(tmp_path: Path) -> None:

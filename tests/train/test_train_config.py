@@ -37,6 +37,12 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
         ({"schedule.warmup_steps": 200}, ["warmup_steps = 200", "nearest valid value is 100"]),
         ({"data.validation_fraction": 1.0}, ["data.validation_fraction = 1.0", "less than 1"]),
         ({"steps": 3, "steps.x": 1}, ["steps is a value, not a section"]),
+        ({"steps": True}, ["steps = true", "truth value"]),
+        ({"level": True}, ["level = true", "truth value"]),
+        ({"optimizer.lr": float("inf")}, ["optimizer.lr = inf", "finite"]),
+        ({"optimizer.lr": float("nan")}, ["optimizer.lr = nan"]),
+        ({"optimizer.betas": [0.9]}, ["optimizer.betas lacks an entry"]),
+        ({"lora.target_modules": []}, ["lora.target_modules = []", "all-linear"]),
     ],
 )
 def test_wrong_setting_is_named(changes: dict[str, object], words: list[str]) -> None:

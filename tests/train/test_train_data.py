@@ -220,6 +220,8 @@ def test_folder_skips_what_is_not_text(tmp_path: Path) -> None:
         ("t.jsonl", "", "no text in 1 file"),
         ("t.txt", " \n ", "no text in 1 file"),
         ("t.txt", b"\x00\x01", "not UTF-8 text"),
+        ("t.jsonl", '{"text": ' + "[" * 99_999, "line 1: not valid JSON"),
+        ("t.parquet", b"PAR1 and no more", "cannot be read as parquet"),
     ],
 )
 def test_bad_file_is_refused(
@@ -241,6 +243,31 @@ def test_missing_path_and_pattern(tmp_path: Path, tokenizer: Any) -> None:
         load_tokens(section(tmp_path, "python-stlib"), tokenizer)
     with pytest.raises(InputError, match=r"no file matches data.glob = '\*.md'"):
         load_tokens(section(tmp_path, tmp_path / "texts", glob="*.md"), tokenizer)
+    for pattern in ("../*", "/etc/*", "a**b"):
+        with pytest.raises(InputError, match=r"data\.glob = .*for example"):
+            load_tokens(section(tmp_path, tmp_path / "texts", glob=pattern), tokenizer)
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        load_tokens(section(tmp_path, "x" * 300), tokenizer)
+    (tmp_path / "t.txt").write_text("text")
+    with pytest.raises(InputError, match=r"cannot make .*HASTEN_CACHE_DIR"):
+        load_tokens(
+            DataSection(path=str(tmp_path / "t.txt"), cache_folder=tmp_path / "t.txt" / "c"), tokenizer
+        )
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
+    source = find_source(DataSection(path=str(tmp_path / "t.jsonl")))
+    assert [document.text for document in documents(source)] == ["a\ufffdb \U0001f600"]
+    load_tokens(section(tmp_path, tmp_path / "t.jsonl"), tokenizer)
+
+
+def test_predicted_counts_what_the_labels_hold(tmp_path: Path) -> None:
+    stream = TokenStream(np.arange(23, dtype=np.uint16), np.asarray([0, 1, 2, 9, 16, 22]), "")
+    for packing in (True, False):
+        rows = Rows(stream, 8, packing=packing)
+        counts = [rows.predicted(row) for row in range(len(rows))]
+        assert counts == [int((rows.batch([row]).labels != -100).sum()) for row in range(len(rows))]
 
 
 def test_tokens_are_ready_for_torch(tmp_path: Path, tokenizer: Any, text_folder: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasten.base.errors import CheckpointError, ConfigError, HastenError, InputError
+from hasten.base.files import locked
 from hasten.models.tiny import tiny_model
 from hasten.train import train
 from hasten.train.checkpoint import OVERHEAD_BYTES, load, stored_tensors, verify
@@ -457,3 +458,45 @@ def test_output_that_is_a_file(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output\.folder.*cannot be made"):
         run(settings(output__folder=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match=r"output\.folder.*cannot be made"):
+        run(settings(output__folder=str(tmp_path / ("long" * 99))))
+
+
+def test_two_runs_in_one_folder_are_refused(settings: Settings) -> None:
+    config = settings(steps=2)
+    config.output.folder.mkdir()
+    with (
+        locked(config.output.folder, "a test"),
+        pytest.raises(InputError, match="in use by another training run"),
+    ):
+        run(config)
+    assert run(config).status == "finished"
+
+
+def test_a_model_that_is_not_causal_is_refused(settings: Settings, tmp_path: Path, tokenizer: Any) -> None:
+    for family in ("bert", "modernbert"):
+        folder = tmp_path / family
+        tiny_model(family, vocab_size=258).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ConfigError, match="lets a token see those after it"):
+            run(settings(model__id=str(folder), data__packing=False))
+
+
+def test_text_with_nothing_to_predict_is_refused(settings: Settings) -> None:
+    with pytest.raises(InputError, match="nothing to learn"):
+        run(settings(data__max_tokens=1))
+
+
+def test_the_environment_does_not_change_the_precision_of_a_run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(steps=2, optimize=True, output__tensorboard=False)
+    plain = run(config)
+    monkeypatch.setenv("HASTEN_PRECISION", "bf16")
+    other = config.model_copy(
+        update={"output": config.output.model_copy(update={"folder": config.output.folder / "b"})}
+    )
+    assert run(other).loss == plain.loss
+    monkeypatch.setenv("HASTEN_LEVEL", "high")
+    with pytest.raises(ConfigError, match="HASTEN_LEVEL"):
+        run(other)
