@@ -137,19 +137,24 @@ def optimize(model: _Model, **settings: Any) -> _Model:
             head, doors["output head"] = find_head(owner)
             if head is not None:
                 head.__dict__["forward"] = HeadForward(head)
-        _install_without_cache(model)
+        if _install_without_cache(model):
+            doors["key-value cache"] = "none in training steps that do not ask for one"
         doors["precision"] = _set_precision(model, config)
         doors["buffers"] = str(allocator.enable()) if config.buffers else "off: buffers=False"
     model.__dict__[_KEY] = _State(config, engine, attention, doors)
     return model
 
 
-def _install_without_cache(model: nn.Module) -> None:
+def _install_without_cache(model: nn.Module) -> bool:
+    """Whether there was a model that would make a cache by default."""
+    installed = False
     for root in transformers_roots(model):
         if "use_cache" in inspect.signature(root.forward).parameters and getattr(
             root.config, "use_cache", False
         ):
             root.register_forward_pre_hook(_without_cache, with_kwargs=True)
+            installed = True
+    return installed
 
 
 def _remove_without_cache(module: nn.Module) -> None:

@@ -267,7 +267,7 @@ def _tiles(the_plan: Plan, q: Tensor, k: Tensor) -> Iterator[_Tile]:
 
 
 def _score_is_product(options: Options) -> bool:
-    """Whether a score is scale * q.k and nothing else, so that the product can hold the shift by the lse too."""
+    """Whether a score is scale * q.k alone, so that the product can hold the shift by the lse too."""
     plain = options.softcap == 0 and options.alibi is None and options.bias is None
     return plain and options.scale != 0
 
