@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hasten.ops.attention.plan import Block, Plan, plan
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 192
 MIN_BLOCK_ROWS = 16
 _SHIFTS = 3
 """Columns that hold a float32 value in bf16 exactly: three times eight significant bits."""
