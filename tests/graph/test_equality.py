@@ -43,7 +43,7 @@ def test_bf16_autocast(family: str) -> None:
     model = tiny_model(family)
     original = original_of(model)
     hasten.optimize(model, measure=False)
-    for length, padding in ((17, "right"), (128, "left")):
+    for length, padding in ((17, "right"), (128, "left"), (513, "right"), (1, "right")):
         batch = make_batch(length, padding)
         own, truth = run(original, batch, torch.bfloat16), run(original, batch)
         assert_budget(
@@ -62,7 +62,7 @@ def test_bf16_weights(family: str) -> None:
     model = tiny_model(family).to(torch.bfloat16)
     original, wide = original_of(model), original_of(model, torch.float32)
     hasten.optimize(model, measure=False)
-    for length, padding in ((17, "right"), (128, "left")):
+    for length, padding in ((17, "right"), (128, "left"), (513, "right"), (1, "right")):
         batch = make_batch(length, padding)
         own, truth = run(original, batch), run(wide, batch)
         assert_budget(run(model, batch), own, truth, batch, torch.bfloat16, f"{family} {length} {padding}")
