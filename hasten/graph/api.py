@@ -21,6 +21,7 @@ from hasten.graph.attention_bridge import AttentionDoor, transformers_roots
 from hasten.graph.blocks import repeated_blocks
 from hasten.graph.capture import BlockForward, Engine
 from hasten.graph.head import HeadForward, find_head
+from hasten.graph.instance import InstanceForward, put_back
 from hasten.graph.records import Report
 from hasten.graph.rules import Context, Rule
 
@@ -66,32 +67,18 @@ def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return None
 
 
-class _PrecisionForward:
+class _PrecisionForward(InstanceForward):
     """Runs a model's forward under a fixed autocast; stands in `forward` of the instance."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        self.model, self.dtype = model, dtype
+        super().__init__(model)
+        self.dtype = dtype
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
-        self.__name__ = "forward"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
         with torch.autocast(device, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-            return type(self.model).forward(self.model, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PrecisionForward:
-        twin = object.__new__(_PrecisionForward)
-        memo[id(self)] = twin
-        twin.__dict__.update(self.__dict__)
-        twin.model = copy.deepcopy(self.model, memo)
-        return twin
-
-    def __reduce__(self) -> Any:
-        return _plain_forward, (self.model,)
-
-
-def _plain_forward(model: nn.Module) -> Any:
-    return type(model).forward.__get__(model)
+            return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def optimize(model: _Model, **settings: Any) -> _Model:
@@ -185,11 +172,7 @@ def restore(model: _Model) -> _Model:
     state = model.__dict__.pop(_KEY, None)
     for module in model.modules():
         _remove_without_cache(module)
-        replaced = module.__dict__.get("forward")
-        if isinstance(replaced, (BlockForward, HeadForward, _PrecisionForward)):
-            del module.__dict__["forward"]
-            if isinstance(replaced, BlockForward) and replaced.previous is not None:
-                module.__dict__["forward"] = replaced.previous
+        put_back(module)
     if state is not None and state.config.level > 0:
         if state.attention is not None:
             state.attention.leave()

@@ -25,6 +25,7 @@ from hasten.base.config import Config
 from hasten.base.errors import CaptureError, ConfigError
 from hasten.graph.bypass import bypass_reason
 from hasten.graph.canonical import trace
+from hasten.graph.instance import InstanceForward
 from hasten.graph.nodes import aten, full_args, is_call, mutated_nodes, rank_of
 from hasten.graph.passes import run_passes
 from hasten.graph.prove import Proved
@@ -197,31 +198,33 @@ def values_shape(values: Sequence[Any]) -> tuple[Any, ...]:
     return ()
 
 
-class BlockForward:
+class BlockForward(InstanceForward):
     """Stands in `block.forward`: the compiled entry where it applies, the original code elsewhere.
 
     It is an attribute of the instance, so other models of the same class are untouched, hooks and gradient
     checkpointing around the block work as before, and `copy.deepcopy` copies it with its block.
     """
 
+    _copied = ("module", "engine")
+
     def __init__(self, block: nn.Module, engine: Engine) -> None:
-        self.block, self.engine = block, engine
-        self.previous = block.__dict__.get("forward")
+        super().__init__(block)
+        self.engine = engine
         function = _without_checkpointing(type(block).forward)
         self.__signature__ = inspect.signature(function.__get__(block))
-        self.__name__, self.__doc__ = "forward", function.__doc__
+        self.__doc__ = function.__doc__
         self._compiled = engine.entry(function, type(block).__name__)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.block).forward(self.block, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         reason = (
-            bypass_reason(self.block, args, kwargs)
+            bypass_reason(self.module, args, kwargs)
             if self.previous is None
             else "the block's forward was replaced before"
         )
@@ -229,23 +232,11 @@ class BlockForward:
             self.engine.originals[reason] += 1
             return self.original(*args, **kwargs)
         _mark_lengths(args, kwargs, self.engine.config.dynamic_shape)
-        if _checkpoints(self.block):
+        if _checkpoints(self.module):
             # As transformers' own wrapper does, with the compiled block in the place of the original.
-            inner = functools.partial(self._compiled, self.block, **{**kwargs, **_no_cache(kwargs)})
-            return self.block._gradient_checkpointing_func(inner, *args)
-        return self.engine.recompute.run(self.block, self._compiled, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
-        twin = object.__new__(BlockForward)
-        memo[id(self)] = twin
-        twin.__dict__.update(self.__dict__)
-        twin.block = copy.deepcopy(self.block, memo)
-        twin.engine = copy.deepcopy(self.engine, memo)
-        return twin
-
-    def __reduce__(self) -> Any:
-        # A pickled model is an ordinary one: the engine holds compiled code, which does not travel.
-        return _plain_forward, (self.block,)
+            inner = functools.partial(self._compiled, self.module, **{**kwargs, **_no_cache(kwargs)})
+            return self.module._gradient_checkpointing_func(inner, *args)
+        return self.engine.recompute.run(self.module, self._compiled, args, kwargs)
 
 
 def _without_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,10 +257,6 @@ def _checkpoints(block: nn.Module) -> bool:
 
 def _no_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"use_cache": False} if kwargs.get("use_cache") else {}
-
-
-def _plain_forward(block: nn.Module) -> Any:
-    return type(block).forward.__get__(block)
 
 
 def _mark_lengths(args: Sequence[Any], kwargs: dict[str, Any], bounds: tuple[int, int]) -> None:

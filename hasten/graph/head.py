@@ -9,7 +9,6 @@ and goes on with them. So a loss of the user's own, generation and evaluation wo
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hasten.graph.bypass import transforming
+from hasten.graph.instance import InstanceForward
 from hasten.ops.cross_entropy import linear_cross_entropy
 
 
@@ -314,15 +314,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class HeadForward:
+class HeadForward(InstanceForward):
     """Stands in `forward` of the model's output head, an instance of `nn.Linear`."""
 
-    def __init__(self, head: nn.Linear) -> None:
-        self.head = head
-        self.__name__ = "forward"
-
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        head = self.head
+        head = self.module
         rows = input.numel() // max(input.shape[-1], 1)
         plain = type(input) is torch.Tensor and input.is_floating_point()
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -336,20 +332,6 @@ class HeadForward:
             versions=_versions(head.weight, head.bias),
         )  # fmt: skip
         return DeferredLogits(recipe)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HeadForward:
-        twin = object.__new__(HeadForward)
-        memo[id(self)] = twin
-        twin.__dict__.update(self.__dict__)
-        twin.head = copy.deepcopy(self.head, memo)
-        return twin
-
-    def __reduce__(self) -> Any:
-        return _plain_forward, (self.head,)
-
-
-def _plain_forward(head: nn.Linear) -> Any:
-    return type(head).forward.__get__(head)
 
 
 def find_head(model: nn.Module) -> tuple[nn.Linear | None, str]:

@@ -56,3 +56,14 @@ def test_the_allocator_is_released_once_for_each_copy():
     hasten.restore(twin)
     hasten.restore(twin)
     assert allocator.status().users == users
+
+
+def test_a_module_that_is_reached_twice_is_put_back_once():
+    from hasten.graph.instance import InstanceForward, put_back
+
+    module = torch.nn.Linear(2, 2)
+    module.forward = own = lambda x: x
+    module.forward = InstanceForward(module)
+    module.forward = InstanceForward(module)
+    put_back(module)
+    assert module.forward is own
