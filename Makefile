@@ -9,12 +9,13 @@ TORCH := torch==2.13.0
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 CPP_FILES := $(shell find hasten -name '*.cpp' -o -name '*.h' 2>/dev/null)
+NATIVE := hasten/ops/_cpu/binding.so
 # Two processes with one thread each.
 PYTEST_FLAGS ?= -n 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test check format bench clean
+.PHONY: help env native demo test check format bench clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -31,10 +32,16 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --no-build-isolation -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP) ## fine-tune a real model twice, plain and with hasten, and compare
+native: $(NATIVE) ## rebuild the native kernels after a change of their sources
+
+$(NATIVE): setup.py $(CPP_FILES) | $(STAMP)
+	$(PY) setup.py --quiet build_ext --inplace
+	@test ! -e $@ || touch $@
+
+demo: $(NATIVE) ## fine-tune a real model twice, plain and with hasten, and compare
 	$(PY) -m hasten demo
 
-test: $(STAMP) ## the whole test suite
+test: $(NATIVE) ## the whole test suite
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS)
 
 check: $(STAMP) ## lint, format, types, import rules
@@ -49,10 +56,10 @@ format: $(STAMP) ## rewrite files in the project's format
 	$(VENV)/bin/ruff format .
 	$(if $(CPP_FILES),$(VENV)/bin/clang-format -i $(CPP_FILES))
 
-bench: $(STAMP) ## every contender on the real model, and every operator
+bench: $(NATIVE) ## every contender on the real model, and every operator
 	$(PY) -m hasten bench train --json runs/bench/train.json
 	$(PY) -m hasten bench ops --json runs/bench/ops.json
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) runs build dist hasten/ops/_cpu/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ from hasten.base import allocator
 from hasten.base.cache import cache_folder
 from hasten.base.config import Config
 from hasten.base.facts import Fact, Facts, accelerators
+from hasten.ops import native
 
 _PACKAGES = ("hasten", "torch", "transformers", "peft", "safetensors", "numpy")
 _LEVELS = {
@@ -91,13 +92,8 @@ def optimisations(config: Config, facts: Facts) -> list[dict[str, str]]:
         source = config.sources.get("level", "default")
         why = meaning if on else f"level = {config.level} ({source}); level {level} would {meaning}"
         rows.append((f"level {level}", on, why))
-    rows.append(
-        (
-            "native kernels",
-            False,
-            "not part of this version: operators run their torch references, whatever the level",
-        )
-    )
+    kernels = native.state()
+    rows.append(("native kernels", kernels.level is not None, kernels.reason))
     refusal = allocator.refusal()
     buffers = config.level > 0 and config.buffers and not refusal
     if refusal:

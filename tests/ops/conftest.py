@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hasten.ops import native
+
 FRESH = [
     (torch, "empty"),
     (torch, "empty_like"),
@@ -29,10 +31,25 @@ def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output that is not written shows as NaN."""
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An output that is not written shows as NaN, also one that a native kernel allocates."""
     for holder, name in FRESH:
         monkeypatch.setattr(holder, name, _poisoned(getattr(holder, name)))
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["native", "torch"])
+def body(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test with the native kernels and again with the torch bodies."""
+    if request.param == "native":
+        if native.state().level is None:
+            pytest.skip(native.state().reason)
+        yield "native"
+        return
+    with native.switched_off():
+        yield "torch"
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
-from hasten.ops.attention import blocked, flash
+from hasten.ops.attention import blocked, cpu, flash
 from hasten.ops.attention.plan import ranges_from_mask
 from hasten.ops.registry import cast, operator
 
@@ -146,6 +146,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     options = _options(q, ranges, bias, sinks, alibi, scale, causal, window, softcap)
     _check(q, k, v, options)
+    if not cpu.refusal(q, options):
+        options = _as_intervals(options)
+        native = cpu.forward(q, k, v, options)
+        if native is not None:
+            return native
     calls = flash.plan(q, k, v, options)
     if calls is not None:
         return flash.forward(q, k, v, options, calls)
@@ -200,6 +205,10 @@ def _backward_forward(
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = _options(q, ranges, bias, sinks, alibi, scale, causal, window, softcap)
+    if not cpu.refusal(q, options, bias_grad):
+        native = cpu.backward(grad_out, q, k, v, out, lse, _as_intervals(options))
+        if native is not None:
+            return (*native, lse.new_empty(0))
     calls = flash.plan(q, k, v, options) if blocked.all_finite(grad_out) else None
     if calls is not None:
         return (

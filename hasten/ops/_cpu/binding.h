@@ -1,0 +1,53 @@
+// What the torch side of the operators shares: the chosen level and how items are spread over torch's
+// threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+
+#include "kernels.h"
+
+namespace hasten {
+
+struct Level {
+    const Kernels* kernels = nullptr;
+    bool bf16 = false;        // the processor multiplies pairs of bf16
+    Brgemm brgemm = nullptr;  // where it has AMX
+    int64_t l2_bytes = 1 << 20;
+};
+
+const Level& level();
+
+void release_brgemm();
+
+// f(item, slot) for every item; items are taken one by one, slots are below `slots(items)` and never shared.
+inline int64_t slots(int64_t items) {
+    return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), items));
+}
+
+template <class F>
+void spread(int64_t items, const F& f) {
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, slots(items), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t slot = begin; slot < end; slot++)
+            for (int64_t item = next++; item < items; item = next++) f(item, slot);
+        if (level().brgemm) release_brgemm();
+    });
+}
+
+inline Type type_of(const at::Tensor& t) {
+    switch (t.scalar_type()) {
+        case at::kFloat:
+            return Type::f32;
+        case at::kBFloat16:
+            return Type::bf16;
+        case at::kHalf:
+            return Type::f16;
+        default:
+            TORCH_CHECK(false, "hasten_cpu takes float32, bfloat16 or float16, got ", t.scalar_type());
+    }
+}
+
+}  // namespace hasten

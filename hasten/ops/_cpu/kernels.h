@@ -1,0 +1,74 @@
+// What a level's library offers, as plain C: one table of functions over raw pointers. No torch here, so that
+// a level compiles in seconds and shares no inline code with another.
+//
+// Every function does one item of work (`item` counts from 0); the caller spreads items over torch's threads.
+#pragma once
+
+#include <cstdint>
+
+namespace hasten {
+
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+// torch's exported product for AMX: C [M, N] (+)= A [M, K] B, B in VNNI order; sizes and strides in elements.
+using Brgemm = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                        const void* A, const void* B, float* C);
+
+struct Attention {
+    Type type;
+    bool bf16;  // products of bf16 pairs; else of floats
+    Brgemm brgemm;
+    int64_t B, Hq, Hkv, Sq, Sk, D, Dv;
+    // Strides in elements; the last dim has stride 1.
+    const void *q, *k, *v;
+    int64_t q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;
+    const int32_t* bounds;  // [B or 1, Sq, 2]: visible keys [first, last)
+    int64_t bounds_b;
+    const float* bias;
+    int64_t bias_b, bias_h, bias_q;
+    const float *sinks, *alibi;  // [Hq]
+    float scale, softcap;
+    void* out;   // [B, Sq, Hq, Dv]
+    float* lse;  // [B, Hq, Sq]
+    // The plan: query rows and keys of a tile, parts of the key range.
+    int64_t rows, cols, parts;
+    // Packed operands, one region for each batch row and KV head; see attention/cpu.h.
+    uint32_t* packed;
+    int64_t packed_stride;
+    float* partial;  // parts > 1: [items][rows * group][Dv padded + 2]
+    // Backward only.
+    const void* grad;  // [B, Sq, Hq, Dv] with strides
+    int64_t grad_b, grad_s, grad_h;
+    float* delta;  // [B, Hq, Sq]
+    float* dq_parts;
+    void *dq, *dk, *dv;
+    int64_t dq_b, dq_h, dq_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s;
+};
+
+struct AttentionSizes {
+    int64_t packed, partial, dq_part, scratch;  // packed, partial, dq_part: 4-byte units; scratch: bytes
+};
+
+struct Kernels {
+    const char* level;
+    int32_t width;  // floats in a vector
+
+    // Sizes of buffers for a shape and plan.
+    AttentionSizes (*attention_sizes)(const Attention&, bool backward);
+    // Items: B * Hkv. False if an operand holds a value that is not finite.
+    bool (*attention_pack)(const Attention&, bool backward, int64_t item);
+    // Items: B * Hkv * blocks of rows * parts.
+    void (*attention_forward)(const Attention&, int64_t item, void* scratch);
+    // Items: B * Hkv * blocks of rows; only if parts > 1.
+    void (*attention_merge)(const Attention&, int64_t item);
+    // Items: B * Hkv * parts.
+    void (*attention_backward)(const Attention&, int64_t item, void* scratch);
+    // Items: B * Hkv * blocks of rows.
+    void (*attention_dq)(const Attention&, int64_t item);
+};
+
+// Each operator's files put their functions into the table.
+void attention_forward_kernels(Kernels& table);
+void attention_backward_kernels(Kernels& table);
+
+}  // namespace hasten

@@ -1,0 +1,18 @@
+// The one symbol that a level's library exports.
+#include "kernels.h"
+#include "vec.h"
+
+#define HASTEN_NAME_(x) #x
+#define HASTEN_NAME(x) HASTEN_NAME_(x)
+
+extern "C" __attribute__((visibility("default"))) const hasten::Kernels* hasten_kernels() {
+    static const hasten::Kernels table = [] {
+        hasten::Kernels t{};
+        t.level = HASTEN_NAME(HASTEN_LEVEL);
+        t.width = hasten::W;
+        hasten::attention_forward_kernels(t);
+        hasten::attention_backward_kernels(t);
+        return t;
+    }();
+    return &table;
+}

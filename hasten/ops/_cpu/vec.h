@@ -1,0 +1,250 @@
+// Vectors of one register, by GCC's and Clang's vector extension: the same code at every level, W floats
+// wide. Everything is in an inline namespace of the level, so that no two libraries share a symbol.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define HASTEN_WIDTH 16
+#elif defined(__AVX2__)
+#define HASTEN_WIDTH 8
+#else
+#define HASTEN_WIDTH 4
+#endif
+
+namespace hasten {
+namespace {
+
+constexpr int W = HASTEN_WIDTH;
+
+typedef float VF __attribute__((vector_size(W * 4)));
+typedef int32_t VI __attribute__((vector_size(W * 4)));
+typedef uint32_t VU __attribute__((vector_size(W * 4)));
+typedef uint16_t VH __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+inline VF splat(float x) {
+    return x - VF{};
+}
+inline VI splat_int(int32_t x) {
+    return x - VI{};
+}
+
+inline VF load(const float* p) {
+    VF v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store(float* p, VF v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+inline VH load_half(const void* p) {
+    VH v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store_half(void* p, VH v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+inline VF widen_bf16(VH h) {
+    return (VF)(__builtin_convertvector(h, VU) << 16);
+}
+
+// Round to nearest even; NaN becomes a quiet NaN.
+inline VH narrow_bf16(VF v) {
+    const VU bits = (VU)v;
+    const VU rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const VI is_nan = (v != v);
+    const VU chosen = (((VU)is_nan) & 0x7fc0) | (~((VU)is_nan) & rounded);
+    return __builtin_convertvector(chosen, VH);
+}
+
+inline float widen_scalar(bf16 h) {
+    const uint32_t bits = uint32_t(h.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline bf16 narrow_scalar_bf16(float f) {
+    if (f != f) return {0x7fc0};
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline float widen_scalar(f16 h) {
+    const uint32_t sign = uint32_t(h.bits & 0x8000) << 16;
+    const uint32_t exponent = (h.bits >> 10) & 31, fraction = h.bits & 0x3ff;
+    uint32_t bits;
+    if (exponent == 31) {
+        bits = sign | 0x7f800000 | (fraction << 13);
+    } else if (exponent) {
+        bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+    } else {  // subnormal: an integer times 2^-24, exact in float
+        const float value = float(fraction) * 5.9604644775390625e-08f;
+        std::memcpy(&bits, &value, 4);
+        bits |= sign;
+    }
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline f16 narrow_scalar_f16(float f) {
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    const uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+    if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // 65520 and above round to infinity
+    if (magnitude < 0x38800000) {                                   // below 2^-14: subnormal
+        float value;
+        std::memcpy(&value, &magnitude, 4);
+        const float shifted = value + 0.5f;  // the sum rounds to a multiple of 2^-24, to nearest even
+        uint32_t rounded;
+        std::memcpy(&rounded, &shifted, 4);
+        return {uint16_t(sign | (rounded - 0x3f000000))};
+    }
+    const uint32_t rounded = magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1);
+    return {uint16_t(sign | (rounded >> 13))};
+}
+
+#if defined(__AVX512F__)
+inline VF widen_f16(VH h) {
+    return (VF)_mm512_cvtph_ps((__m256i)h);
+}
+inline VH narrow_f16(VF v) {
+    return (VH)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+inline VF widen_f16(VH h) {
+    return (VF)_mm256_cvtph_ps((__m128i)h);
+}
+inline VH narrow_f16(VF v) {
+    return (VH)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+}
+#else
+inline VF widen_f16(VH h) {
+    VF v;
+    for (int i = 0; i < W; i++) v[i] = widen_scalar(f16{h[i]});
+    return v;
+}
+inline VH narrow_f16(VF v) {
+    VH h;
+    for (int i = 0; i < W; i++) h[i] = narrow_scalar_f16(v[i]).bits;
+    return h;
+}
+#endif
+
+// load_as_float / store_from_float for every element type; the `part` forms handle n < W elements.
+inline VF load_float(const float* p) {
+    return load(p);
+}
+inline VF load_float(const bf16* p) {
+    return widen_bf16(load_half(p));
+}
+inline VF load_float(const f16* p) {
+    return widen_f16(load_half(p));
+}
+inline void store_float(float* p, VF v) {
+    store(p, v);
+}
+inline void store_float(bf16* p, VF v) {
+    store_half(p, narrow_bf16(v));
+}
+inline void store_float(f16* p, VF v) {
+    store_half(p, narrow_f16(v));
+}
+
+template <class T>
+inline VF load_part(const T* p, int n) {
+    T tmp[W] = {};
+    std::memcpy(tmp, p, n * sizeof(T));
+    return load_float(tmp);
+}
+template <class T>
+inline void store_part(T* p, VF v, int n) {
+    T tmp[W];
+    store_float(tmp, v);
+    std::memcpy(p, tmp, n * sizeof(T));
+}
+
+inline VF maximum(VF a, VF b) {
+    return a > b ? a : b;
+}
+
+inline float sum(VF v) {
+    float s[W];
+    store(s, v);
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) s[i] += s[i + step];
+    return s[0];
+}
+inline float max_of(VF v) {
+    float m = v[0];
+    for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x to 2 units in the last place: 2^n p(r) with r = x - n log 2 and Cephes' polynomial of degree 6.
+// Below -87.3 the result is 0 (never subnormal); above 88.7 infinity; NaN stays.
+inline VF exp_of(VF x) {
+    const VF low = splat(-87.33654f), high = splat(88.72283f);
+    VF clamped = x < low ? low : x;
+    clamped = clamped > high ? high : clamped;
+    const VF shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const VF n = (clamped * 1.44269504088896341f + shift) - shift;
+    VF r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    VF p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    // 2^n in two steps, since 2^128 is no float.
+    const VI exponent = __builtin_convertvector(n, VI);
+    const VI half = exponent >> 1;
+    const VF scale_a = (VF)((half + 127) << 23), scale_b = (VF)((exponent - half + 127) << 23);
+    VF y = p * scale_a * scale_b;
+    y = x < low ? VF{} : y;
+    y = x > high ? splat(__builtin_inff()) : y;
+    return x != x ? x : y;
+}
+
+inline VF tanh_of(VF x) {
+    // 1 - 2 / (e^2x + 1); for small x, where that cancels, an odd polynomial.
+    const VF magnitude = (VF)((VU)x & 0x7fffffff);
+    const VF e = exp_of(magnitude * 2.0f);
+    const VF large = 1.0f - 2.0f / (e + 1.0f);
+    const VF s = x * x;
+    VF p = splat(-5.70498872745e-3f);
+    p = p * s + 2.06390887954e-2f;
+    p = p * s - 5.37397155531e-2f;
+    p = p * s + 1.33314422036e-1f;
+    p = p * s - 3.33332819422e-1f;
+    const VF small = magnitude + magnitude * s * p;
+    const VF chosen = magnitude < splat(0.625f) ? small : large;
+    const VU sign = (VU)x & 0x80000000u;
+    return (VF)((VU)chosen | sign);
+}
+
+inline VF sigmoid_of(VF x) {
+    return 1.0f / (1.0f + exp_of(-x));
+}
+
+}  // namespace
+}  // namespace hasten

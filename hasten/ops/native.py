@@ -1,0 +1,98 @@
+"""The native kernels: which level's library is loaded, or why none is.
+
+Chosen once, when the operators are imported: the highest level that the processor and the system have, or the
+one that `HASTEN_ISA` names (`base/facts.py`). Where there is none, the torch bodies run and `state().reason`
+says why. `HASTEN_NATIVE=0` switches the kernels off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.base.facts import Facts, detect
+
+_FOLDER = Path(__file__).parent / "_cpu"
+_OFF = ContextVar("hasten_native_off", default=False)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class State:
+    """`level` of the loaded library, or None with the reason; `bf16` and `amx`: how bf16 is multiplied."""
+
+    level: str | None
+    reason: str
+    bf16: bool = False
+    amx: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def _load() -> State:
+    if os.environ.get("HASTEN_NATIVE", "1") == "0":
+        return State(None, "HASTEN_NATIVE=0")
+    facts = detect()
+    level = facts.isa.value
+    binding, library = _FOLDER / "binding.so", _FOLDER / f"kernels_{level}.so"
+    if not binding.exists() or not library.exists():
+        return State(
+            None,
+            f"{binding.name if not binding.exists() else library.name} was not built: install a C++ compiler "
+            "and install hasten again",
+        )
+    try:
+        torch.ops.load_library(str(binding))
+    except OSError as error:  # built against another torch
+        return State(None, f"{binding.name} does not load, install hasten again: {error}")
+    bf16 = level in ("avx512", "amx") and "avx512_bf16" in facts.flags.value
+    torch.ops.hasten_cpu.load(str(library), bf16, level == "amx", _second_level_bytes(facts))
+    how = "AMX" if level == "amx" else "pairs of bf16" if bf16 else "bf16 widened to fp32"
+    return State(level, f"{library.name}, {how}", bf16, level == "amx")
+
+
+def _second_level_bytes(facts: Facts) -> int:
+    sizes = [c.size_bytes for c in facts.caches.value if c.level == 2]
+    return sizes[0] if sizes else 1 << 20
+
+
+_STATE = _load()
+
+
+def state() -> State:
+    """What is loaded."""
+    return _STATE
+
+
+def refusal(*tensors: torch.Tensor | None) -> str:
+    """Why no kernel can take these tensors; empty if one can."""
+    if _STATE.level is None:
+        return _STATE.reason
+    if _OFF.get():
+        return "switched off here"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu":
+            return f"a tensor on {tensor.device}"
+        if tensor.dtype not in DTYPES:
+            return f"no kernel for {tensor.dtype}"
+    return ""
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """The torch bodies run inside, in this thread: to compare and to time them."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)

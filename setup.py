@@ -1,0 +1,118 @@
+"""Builds the native kernels: one library for each instruction level, and one that binds them to torch.
+
+A machine without a C++ compiler gets the package without them: the operators then run their torch bodies, and
+`hasten doctor` says so. With HASTEN_REQUIRE_NATIVE=1 a failing build is an error. CXX names the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+OPS = Path("hasten/ops")
+# GCC 12 warns of its own intrinsics (maybe-uninitialized) and of vector arguments that never leave a library.
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unused-parameter")
+COMMON = ("-fPIC", "-fvisibility=hidden", "-fno-math-errno", *WARNINGS)
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+X86_LEVELS = {
+    "generic": (),
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "amx": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+}
+SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
+
+
+class BuildKernels(build_ext):
+    """Calls the compiler itself: each level has flags of its own, and none may reach another's code."""
+
+    def run(self) -> None:
+        target = self._target()
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            build(find_compiler(), target, Path(self.build_temp))
+        except (OSError, ImportError, subprocess.CalledProcessError) as error:
+            if os.environ.get("HASTEN_REQUIRE_NATIVE") == "1":
+                raise
+            print(f"hasten: no native kernels, the torch bodies will run: {error}", file=sys.stderr)
+
+    def _target(self) -> Path:
+        in_place = self.inplace or self.editable_mode
+        return OPS / "_cpu" if in_place else Path(self.build_lib) / OPS / "_cpu"
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in sorted(self._target().glob("*.so"))]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+def find_compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return path
+    raise FileNotFoundError(f"no C++ compiler ({wanted or 'c++, g++, clang++'}) is on PATH")
+
+
+def build(compiler: str, target: Path, scratch: Path) -> None:
+    """Compiles every source, in parallel, and links `binding.so` and one `kernels_LEVEL.so` a level."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    extra = SANITIZE if os.environ.get("HASTEN_SANITIZE") == "1" else ()
+    levels = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": ()}
+    kernels = [OPS / "_cpu/level.cpp", *sorted(OPS.glob("*/cpu*.cpp"))]
+    bindings = sorted(OPS.glob("*/binding.cpp"))
+    commands, objects = [], {}
+    for source in bindings:
+        objects.setdefault("binding", []).append(scratch / f"binding_{source.parent.name}.o")
+        flags = ("-std=c++20", "-O2", "-fopenmp", *torch_includes(), *COMMON, *extra)
+        commands.append([compiler, *flags, "-c", str(source), "-o", str(objects["binding"][-1])])
+    for level, isa in levels.items():
+        for source in kernels:
+            objects.setdefault(level, []).append(scratch / f"{level}_{source.parent.name}_{source.stem}.o")
+            flags = ("-std=c++17", "-O3", f"-DHASTEN_LEVEL={level}", *isa, *COMMON, *extra)
+            commands.append([compiler, *flags, "-c", str(source), "-o", str(objects[level][-1])])
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(run, commands))
+    for name, parts in objects.items():
+        libraries = torch_libraries() if name == "binding" else []
+        output = target / ("binding.so" if name == "binding" else f"kernels_{name}.so")
+        # Linked under another name and renamed: a process that has the old file mapped keeps it.
+        fresh = output.with_suffix(".so.new")
+        run([compiler, "-shared", *extra, *map(str, parts), *libraries, "-o", str(fresh)])
+        fresh.replace(output)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(" ".join(command), done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        raise subprocess.CalledProcessError(done.returncode, command)
+
+
+def torch_includes() -> list[str]:
+    from torch.utils.cpp_extension import include_paths
+
+    return [flag for path in include_paths() for flag in ("-isystem", path)]
+
+
+def torch_libraries() -> list[str]:
+    from torch.utils.cpp_extension import library_paths
+
+    # torch brings the OpenMP runtime: libgomp is named, torch's own copy is found, being loaded already.
+    return [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10", "-fopenmp"]
+
+
+setup(
+    ext_modules=[Extension("hasten.ops._cpu.binding", sources=[])],
+    cmdclass={"build_ext": BuildKernels},
+)
