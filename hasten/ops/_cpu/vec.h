@@ -225,6 +225,42 @@ inline VF exp_of(VF x) {
     return x != x ? x : y;
 }
 
+// 2^x to 2 units in the last place: 2^n p(r) with r = x - n in [-1/2, 1/2] and p the Taylor polynomial of 2^r
+// of degree 7. Below -126 the result may be rounded to 0; NaN stays.
+inline VF exp2_of(VF x) {
+    const VF low = splat(-150.0f), high = splat(129.0f);
+#if defined(__AVX512F__)
+    // The second operand is returned where either is NaN.
+    x = (VF)_mm512_max_ps((__m512)low, (__m512)x);
+    const VF n = (VF)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const VF shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    VF clamped = x < low ? low : x;
+    clamped = clamped > high ? high : clamped;
+    const VF n = (clamped + shift) - shift;
+    const VF given = x;
+    x = clamped;
+#endif
+    const VF r = x - n;
+    VF p = splat(1.5252733804059841e-5f);
+    p = p * r + 1.5403530393381608e-4f;
+    p = p * r + 1.3333558146428443e-3f;
+    p = p * r + 9.6181291076284772e-3f;
+    p = p * r + 5.5504108664821580e-2f;
+    p = p * r + 2.4022650695910071e-1f;
+    p = p * r + 6.9314718055994531e-1f;
+    p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    (void)high;
+    return (VF)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const VI exponent = __builtin_convertvector(n, VI);
+    const VI half = exponent >> 1;
+    const VF y = p * (VF)((half + 127) << 23) * (VF)((exponent - half + 127) << 23);
+    return given != given ? given : y;
+#endif
+}
+
 inline VF tanh_of(VF x) {
     // 1 - 2 / (e^2x + 1); for small x, where that cancels, an odd polynomial.
     const VF magnitude = (VF)((VU)x & 0x7fffffff);

@@ -26,6 +26,7 @@ namespace hasten {
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float LOG2E = 1.44269504088896341f;
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -218,14 +219,13 @@ struct Row {
         slope = a.alibi ? a.alibi[h] : 0;
         slope_at = float(k0 - (i + a.Sk - a.Sq));
         bias = a.bias ? a.bias + b * a.bias_b + h * a.bias_h + i * a.bias_q + k0 : nullptr;
-        plain = !a.alibi && !bias && softcap == 0;
+        plain = !a.alibi && !bias && softcap == 0 && scale > 0;
     }
 
     // The score of columns c .. c + W from their products; `capped` gets tanh(scaled / cap) for the
     // derivative.
     inline VF score(VF product, int64_t c, int64_t n_bias, VI lane, VF* capped) const {
         VF s = product * scale;
-        if (plain) return s;
         if (softcap > 0) {
             const VF t = tanh_of(s * (1.0f / softcap));
             if (capped) *capped = t;

@@ -25,7 +25,7 @@ struct Gradients {
 
 struct RowGradient {
     Row row;
-    float lse, delta;
+    float lse, delta, slope, shift;
     int64_t first, last;  // columns in whole vectors
 
     RowGradient(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0, int64_t n)
@@ -33,6 +33,8 @@ struct RowGradient {
         const int64_t at = (b * a.Hq + h) * a.Sq + i;
         lse = a.lse[at];
         delta = a.delta[at];
+        slope = a.scale * LOG2E;
+        shift = -lse * LOG2E;
         if (lse == -INF) row.end = row.begin = 0;
         first = row.begin < row.end ? row.begin / W * W : n;
         last = row.begin < row.end ? round_up(row.end, W) : n;
@@ -41,22 +43,26 @@ struct RowGradient {
     inline Gradients at(VF product, VF dp, int64_t c, int64_t n_bias, VI lane) const {
         if (c < first || c >= last) return {VF{}, VF{}};
         VF capped{};
-        VF p = exp_of(row.score(product, c, n_bias, lane, &capped) - lse);
+        VF p;
+        if (row.plain)
+            p = exp2_of(product * slope + shift);
+        else
+            p = exp2_of((row.score(product, c, n_bias, lane, &capped) - lse) * LOG2E);
         if (c < row.begin || c + W > row.end) {
             const VI place = lane + int32_t(c);
-            p = (place >= int32_t(row.begin)) & (place < int32_t(row.end)) ? p : VF{};
+            p = ((place >= int32_t(row.begin)) & (place < int32_t(row.end))) ? p : VF{};
         }
-        VF ds = p * (dp - delta) * row.scale;
+        VF ds = p * (dp - delta);  // the scale is applied to the sums dQ and dK
         if (row.softcap > 0) ds = ds * (1.0f - capped * capped);
         return {p, ds};
     }
 };
 
 template <class T>
-inline void store_gradient(T* to, const float* from, int64_t n) {
+inline void store_gradient(T* to, const float* from, int64_t n, float scale) {
     int64_t d = 0;
-    for (; d + W <= n; d += W) store_float(to + d, load(from + d));
-    if (d < n) store_part(to + d, load(from + d), int(n - d));
+    for (; d + W <= n; d += W) store_float(to + d, load(from + d) * scale);
+    if (d < n) store_part(to + d, load(from + d) * scale, int(n - d));
 }
 
 template <class T, class Unit>
@@ -147,8 +153,10 @@ HASTEN_BF16_TARGET void backward(const Attention& a, int64_t item, void* memory)
                     dq + index * l.block_rows * l.d_pad, l.d_pad, true);
         }
         for (int64_t j = 0; j < keys; j++) {
-            store_gradient((T*)a.dk + b * a.dk_b + hk * a.dk_h + (k0 + j) * a.dk_s, dk + j * l.d_pad, a.D);
-            store_gradient((T*)a.dv + b * a.dv_b + hk * a.dv_h + (k0 + j) * a.dv_s, dv + j * l.dv_pad, a.Dv);
+            store_gradient((T*)a.dk + b * a.dk_b + hk * a.dk_h + (k0 + j) * a.dk_s, dk + j * l.d_pad, a.D,
+                           a.scale);
+            store_gradient((T*)a.dv + b * a.dv_b + hk * a.dv_h + (k0 + j) * a.dv_s, dv + j * l.dv_pad, a.Dv,
+                           1);
         }
     }
 }
@@ -166,8 +174,8 @@ void add_dq(const Attention& a, int64_t item) {
             for (int64_t d = 0; d < l.d_pad; d += W)
                 store(row + d, load(row + d) + load(row + part * part_size + d));
         store_gradient(
-            (T*)a.dq + b * a.dq_b + (hk * l.group + m / count) * a.dq_h + (q0 + m % count) * a.dq_s, row,
-            a.D);
+            (T*)a.dq + b * a.dq_b + (hk * l.group + m / count) * a.dq_h + (q0 + m % count) * a.dq_s, row, a.D,
+            a.scale);
     }
 }
 

@@ -89,26 +89,37 @@ HASTEN_BF16_TARGET inline float softmax_row(const Row& row, float* s, int64_t n,
     }
     const VI lane = lanes();
     const int64_t first = row.begin / W * W, last = round_up(row.end, W);
+    auto hidden = [&](int64_t c, VF x) {
+        const VI at = lane + int32_t(c);
+        return ((at >= int32_t(row.begin)) & (at < int32_t(row.end))) ? x : splat(-INF);
+    };
     VF top = splat(-INF);
     for (int64_t c = first; c < last; c += W) {
-        VF x = row.score(load(s + c), c, n_bias, lane, nullptr);
-        if (c < row.begin || c + W > row.end) {
-            const VI at = lane + int32_t(c);
-            x = (at >= int32_t(row.begin)) & (at < int32_t(row.end)) ? x : splat(-INF);
-        }
-        store(s + c, x);
+        VF x = load(s + c);
+        if (!row.plain) x = row.score(x, c, n_bias, lane, nullptr);
+        const bool edge = c < row.begin || c + W > row.end;
+        if (edge) x = hidden(c, x);
+        if (edge || !row.plain) store(s + c, x);
         top = ((x > top) | (x != x)) ? x : top;
     }
+    // A plain score stays a product: the scale goes into the exponent.
+    const float scale = row.plain ? row.scale : 1.0f;
     float peak = largest;
-    for (int i = 0; i < W; i++) peak = top[i] > peak || top[i] != top[i] ? top[i] : peak;
+    for (int i = 0; i < W; i++) {
+        const float x = top[i] * scale;
+        peak = x > peak || x != x ? x : peak;
+    }
     if (peak == -INF) {  // every visible score is -inf
         std::memset(unit_row, 0, size_t(n / Unit::per_unit) * 4);
         return 1;
     }
     const float factor = largest == -INF ? 0.0f : std::exp(largest - peak);
+    // Subtracted before the multiplication where a mask may be the lowest float.
+    const float slope = scale * LOG2E, first_shift = row.plain ? 0 : -peak,
+                shift = row.plain ? -peak * LOG2E : 0;
     VF added{};
     for (int64_t c = first; c < last; c += W) {
-        const VF p = exp_of(load(s + c) - peak);
+        const VF p = exp2_of((load(s + c) + first_shift) * slope + shift);
         added = added + p;
         if constexpr (Unit::per_unit == 1)
             store((float*)unit_row + c, p);
