@@ -181,12 +181,15 @@ class _Probe:
 
     def fused_share(self) -> float:
         """The share of one forward's time that is spent inside hasten's operators, by torch's profiler."""
-        from torch.profiler import ProfilerActivity, profile
+        # The profiler without Kineto: Kineto prints a line on standard error at each start and stop ("USDT:
+        # profiler_start"), above every log level that would leave its errors visible. A dispatch mode would
+        # not do: inside one the blocks run their original code.
+        from torch.autograd.profiler_legacy import profile
 
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with profile() as trace:
             self._loss()
         total = fused = 0.0
-        for event in trace.events():
+        for event in trace.function_events:
             if event.cpu_parent is None:
                 total += event.cpu_time_total
             if _is_ours(event) and not any(_is_ours(parent) for parent in _ancestors(event)):

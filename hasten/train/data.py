@@ -282,17 +282,18 @@ def _tokenise(
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     limit = data.max_tokens
     temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot make {folder.parent}, where tokenised text is kept: {error.strerror}; set "
-            "data.cache_folder or HASTEN_CACHE_DIR"
-        ) from error
     starts: list[int] = []
     written, current = 0, -1
     digest = hashlib.sha256()
     try:
+        # Inside the try: an interrupt may come between any two lines, and no folder may stay.
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot make {folder.parent}, where tokenised text is kept: {error.strerror}; set "
+                "data.cache_folder or HASTEN_CACHE_DIR"
+            ) from error
         with (
             (temporary / "tokens.bin").open("wb") as out,
             screen.bar("tokenise", limit or source.total_bytes) as bar,

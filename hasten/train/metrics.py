@@ -18,6 +18,7 @@ import psutil
 from hasten.base.files import write_atomically
 from hasten.train.screen import Screen
 
+METRICS_FILE = "metrics.jsonl"
 # TensorBoard writes from a thread of its own, where a full disk cannot be caught: stop before that.
 TENSORBOARD_MIN_FREE_BYTES = 1 << 20
 
@@ -39,7 +40,7 @@ class Metrics:
 
     def __init__(self, folder: Path, *, after_step: int, tensorboard: bool, screen: Screen) -> None:
         """Rows after `after_step` are of a part of the run that is done again: they are removed."""
-        self.file = folder / "metrics.jsonl"
+        self.file = folder / METRICS_FILE
         self._folder = folder
         self._screen = screen
         self._pending: list[str] = []

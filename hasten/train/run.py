@@ -21,12 +21,12 @@ from hasten.train import state
 from hasten.train.config import RunConfig
 from hasten.train.data import load_tokens
 from hasten.train.loop import Loop, StepNumbers
-from hasten.train.metrics import Metrics, peak_rss_bytes, rss_bytes
+from hasten.train.metrics import METRICS_FILE, Metrics, peak_rss_bytes, rss_bytes
 from hasten.train.optimizer import Stepper
 from hasten.train.prepare import adapt, check_model, optimized, rows_of, write_result
 from hasten.train.result import Result
 from hasten.train.screen import Screen, spell_bytes
-from hasten.train.stop import StopSignals
+from hasten.train.stop import Interrupted, StopSignals
 from hasten.train.text import find_source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,8 +36,9 @@ def train(config: RunConfig, *, progress: bool = True) -> Result:
     """Runs, or continues, the training that `config` describes.
 
     A run that is interrupted by Ctrl-C or SIGTERM returns with `status == "interrupted"` after writing a
-    checkpoint. Continued from it, it ends with the same bits as a run that was never stopped (on the same
-    machine, with the same number of threads).
+    checkpoint; before the first step it returns at once, and what an earlier part wrote is as it was.
+    Continued from it, it ends with the same bits as a run that was never stopped (on the same machine, with
+    the same number of threads).
 
     Raises:
         UserError: a setting or an input is wrong; found before the model is opened where that is possible.
@@ -59,14 +60,24 @@ def train(config: RunConfig, *, progress: bool = True) -> Result:
     if not os.access(config.output.folder, os.W_OK | os.X_OK):
         raise ConfigError(f"output.folder = {str(config.output.folder)!r} cannot be written to")
     with locked(config.output.folder, "another training run"):
-        return _train(config, precision, screen, started_s)
+        start = checkpoints.find(config.checkpoint_folder, config.checkpoint.resume, screen)
+        if start is not None:
+            state.check_settings(config, precision, start)
+        try:
+            return _train(config, precision, screen, started_s, start)
+        except Interrupted as stopped:
+            screen.note(f"{stopped}: stopped before a step was made; the same command starts again")
+            return _not_begun(config, start, stopped, started_s)
 
 
-def _train(config: RunConfig, precision: str, screen: Screen, started_s: float) -> Result:
+def _train(
+    config: RunConfig,
+    precision: str,
+    screen: Screen,
+    started_s: float,
+    start: checkpoints.Checkpoint | None,
+) -> Result:
     """`train` once its settings are checked and its output folder is its own."""
-    start = checkpoints.find(config.checkpoint_folder, config.checkpoint.resume, screen)
-    if start is not None:
-        state.check_settings(config, precision, start)
     with StopSignals(screen) as stop:
         state.seed_all(config.seed)
         model, tokenizer = open_model(config.model.id, dtype=DTYPES[config.model.dtype])
@@ -86,6 +97,8 @@ def _train(config: RunConfig, precision: str, screen: Screen, started_s: float) 
             if start is not None:
                 state.restore(loop, start)
                 screen.note(f"continuing after step {start.step} from {start.path}")
+            # What is written from here on is written whole before a signal ends the run.
+            stop.defer()
             part = _Part(config, precision, loop, stream.fingerprint, stop, screen, start)
             part.run()
         model_folder: Path | None = None
@@ -115,6 +128,28 @@ def _train(config: RunConfig, precision: str, screen: Screen, started_s: float) 
         checkpoint=part.checkpoint,
         metrics_file=part.metrics.file,
         faults=tuple(part.all_faults()),
+    )
+
+
+def _not_begun(
+    config: RunConfig, start: checkpoints.Checkpoint | None, stopped: Interrupted, started_s: float
+) -> Result:
+    """The result of a run that was stopped while it read the model and the text."""
+    return Result(
+        status="interrupted",
+        signal_number=stopped.number,
+        step=start.step if start is not None else 0,
+        steps=config.steps,
+        tokens=int(start.record["tokens"]) if start is not None else 0,
+        loss=None,
+        eval_loss=None,
+        wall_s=time.perf_counter() - started_s,
+        tokens_per_s=0.0,
+        peak_rss_bytes=peak_rss_bytes(),
+        model_folder=None,
+        adapter_folder=None,
+        checkpoint=start.path if start is not None else None,
+        metrics_file=config.output.folder / METRICS_FILE,
     )
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, leave. A second Ctrl-C leaves at once."""
+"""Ctrl-C and SIGTERM: leave at once, or, once steps are made, finish the step and write a checkpoint first."""
 
 from __future__ import annotations
 
@@ -10,16 +10,36 @@ from typing import Any
 from hasten.train.screen import Screen
 
 
-class StopSignals:
-    """While open, notes the first SIGINT or SIGTERM in `received`; a second SIGINT raises KeyboardInterrupt.
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived where there is nothing to finish; `str` gives the signal's name."""
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + self.number
+
+
+class StopSignals:
+    """While open, the first SIGINT or SIGTERM raises `Interrupted` in the main thread.
+
+    After `defer()` it is noted in `received` and nothing is raised. A second SIGINT raises KeyboardInterrupt
+    in either case; a second SIGTERM does nothing, so that whatever cleans up is not cut short. Outside the
+    main thread, where Python allows no handlers, it does nothing.
     """
 
     def __init__(self, screen: Screen) -> None:
         self.received: int | None = None
         self._screen = screen
+        self._deferring = False
         self._before: dict[int, Any] = {}
+
+    def defer(self) -> None:
+        """From here on a signal is noted, and whoever makes the steps looks at `received` after each."""
+        self._deferring = True
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -34,11 +54,14 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.received is None:
-            self.received = number
-            self._screen.note(
-                f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint "
-                "(Ctrl-C again: stop at once)"
-            )
+        if self.received is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.received = number
+        if not self._deferring:
+            raise Interrupted(number)
+        self._screen.note(
+            f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint "
+            "(Ctrl-C again: stop at once)"
+        )

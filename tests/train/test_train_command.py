@@ -16,11 +16,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import hasten.train.run
 from hasten.train.checkpoint import verify
 from hasten.train.command import train
 from hasten.train.loop import Loop
 from hasten.train.screen import Screen
-from hasten.train.stop import StopSignals
+from hasten.train.stop import Interrupted, StopSignals
 
 APP = typer.Typer()
 APP.command()(train)
@@ -128,11 +129,52 @@ def test_help_does_not_load_torch() -> None:
 def test_second_ctrl_c_stops_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopSignals(Screen(enabled=False)) as stop:
+        stop.defer()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.received == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_steps_a_signal_raises_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignals(Screen(enabled=False)) as stop:
+        with pytest.raises(Interrupted) as caught:
+            os.kill(os.getpid(), number)
+        assert (stop.received, caught.value.exit_code) == (number, 128 + number)
+        # Whatever cleans up now is not cut short by a second one.
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["open_model", "check_model", "tokenizer", "rows_of", "adapt", "Stepper"])
+def test_a_signal_before_the_first_step_leaves_nothing_half_done(
+    flags: list[str], tmp_path: Path, stage: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object, **named: object) -> None:
+        if stage == "tokenizer":
+            # The first call only asks for the end token; the second comes while the cache is written.
+            assert len(list((tmp_path / "cache" / "tokens").glob("*.tmp"))) == 1
+        os.kill(os.getpid(), number)
+        pytest.fail("the signal was not acted on")
+
+    if stage == "tokenizer":
+        monkeypatch.setattr("hasten.train.data._calls", interrupted)
+    else:
+        monkeypatch.setattr(hasten.train.run, stage, interrupted)
+    done = CliRunner().invoke(APP, [*flags, "--steps=3", "--json"])
+    assert done.exit_code == 128 + number
+    result = json.loads(done.stdout)
+    assert (result["status"], result["signal"], result["step"]) == ("interrupted", number.name, 0)
+    assert result["checkpoint"] is None
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == []
+    monkeypatch.undo()
+    again = CliRunner().invoke(APP, [*flags, "--steps=1", "--json"])
+    assert again.exit_code == 0, again.output
 
 
 def test_stopped_at_once_is_130(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +206,29 @@ def wait_for_rows(file: Path, count: int, process: subprocess.Popen[bytes]) -> N
             return
         time.sleep(0.02)
     pytest.fail("the run did not make its steps")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_tokenises_acts_within_seconds(
+    flags: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    text = tmp_path / "large.txt"
+    text.write_text("\n".join(f"line {i} of a text that takes a while" for i in range(2_000_000)))
+    log = tmp_path / "log"
+    with running([*flags, f"--data={text}"], log) as process:
+        until_s = time.monotonic() + 60
+        while not list((tmp_path / "cache").rglob("tokens.bin")) and process.poll() is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        process.send_signal(number)
+        sent_s = time.monotonic()
+        assert process.wait(timeout=30) == 128 + number, log.read_text()
+        assert time.monotonic() - sent_s < 5
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+    said = log.read_text()
+    assert f"{number.name}: stopped before a step was made" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.e2e
