@@ -1,7 +1,14 @@
-"""The commands `demo`, `bench train` and `bench ops`. torch is imported when one runs, not for its help."""
+"""The commands `demo`, `bench train` and `bench ops`. torch is imported when one runs, not for its help.
+
+Exit codes: 0 done; 1 a contender failed, or another fault; 2 a mistake in what was asked for; 130 stopped by
+Ctrl-C, 143 by SIGTERM, with what was measured before it in the report.
+"""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +17,8 @@ import typer
 from hasten.bench.contenders import CONTENDERS, DEFAULT, parse
 
 if TYPE_CHECKING:
-    from hasten.bench.report import BenchReport
+    from hasten.bench.report import BenchReport, Interruption
+    from hasten.train.screen import Screen
 
 bench = typer.Typer(
     name="bench",
@@ -41,13 +49,13 @@ def demo(
 
     Example: [bold]hasten demo --steps 20 --out runs/demo[/bold]
     """
-    from hasten.bench.demo import demo as run
-    from hasten.train.screen import Screen
+    with _measuring() as screen:
+        from hasten.bench.demo import demo as run
 
-    report, path = run(out, steps, Screen(), model=model, batch=batch, data=data)
+        report, path = run(out, steps, screen, model=model, batch=batch, data=data)
     _show_train(report, print_json=json)
     typer.echo(f"report: {path}", err=True)
-    raise typer.Exit(1 if report.failed else 0)
+    raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
 
 @bench.command()
@@ -76,18 +84,18 @@ def train(
     Example: [bold]hasten bench train --contenders eager-bf16,hasten --rounds 3 --json report.json[/bold]
     """
     names = parse(contenders)
-    from hasten.bench import report as reports
-    from hasten.bench.train import Settings, bench_train
-    from hasten.train.screen import Screen
+    with _measuring() as screen:
+        from hasten.bench import report as reports
+        from hasten.bench.train import Settings, bench_train
 
-    if json is not None and json != _STDOUT:
-        reports.check_writable(json)
-    settings = Settings(model, batch, steps, rounds, names, data, learning_rate, seed)
-    report = bench_train(settings, Screen())
-    if json is not None and json != _STDOUT:
-        reports.save(report, json)
+        if json is not None and json != _STDOUT:
+            reports.check_writable(json)
+        settings = Settings(model, batch, steps, rounds, names, data, learning_rate, seed)
+        report = bench_train(settings, screen)
+        if json is not None and json != _STDOUT:
+            reports.save(report, json)
     _show_train(report, print_json=json == _STDOUT)
-    raise typer.Exit(1 if report.failed else 0)
+    raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
 
 @bench.command()
@@ -101,21 +109,43 @@ def ops(
 
     Example: [bold]hasten bench ops --op rms_norm --json ops.json[/bold]
     """
-    from hasten.bench import ops as operators
-    from hasten.bench import report as reports
-    from hasten.train.screen import Screen
+    with _measuring() as screen:
+        from hasten.bench import ops as operators
+        from hasten.bench import report as reports
 
-    if json is not None and json != _STDOUT:
-        reports.check_writable(json)
-    report = operators.bench_ops(op, case, seconds, Screen())
-    if json is not None and json != _STDOUT:
-        operators.save(report, json)
+        if json is not None and json != _STDOUT:
+            reports.check_writable(json)
+        report = operators.bench_ops(op, case, seconds, screen)
+        if json is not None and json != _STDOUT:
+            operators.save(report, json)
     if json == _STDOUT:
         typer.echo(operators.dump(report), nl=False)
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    Console().print(operators.render(report))
+        Console().print(operators.render(report))
+    raise typer.Exit(_exit_code(report.interrupted, failed=False))
+
+
+@contextmanager
+def _measuring() -> Iterator[Screen]:
+    """Ctrl-C and SIGTERM end what runs, its processes included; before any result with one message."""
+    from hasten.train.screen import Screen
+    from hasten.train.stop import Interrupted, StopSignals
+
+    screen = Screen()
+    try:
+        with StopSignals(screen):
+            yield screen
+    except Interrupted as stopped:
+        typer.echo(f"{stopped}: stopped before anything was measured", err=True)
+        raise typer.Exit(stopped.exit_code) from None
+
+
+def _exit_code(interrupted: Interruption | None, failed: bool) -> int:
+    if interrupted is not None:
+        return 128 + signal.Signals[interrupted.signal]
+    return 1 if failed else 0
 
 
 def _show_train(report: BenchReport, *, print_json: bool) -> None:

@@ -76,6 +76,8 @@ def summarise(
         dtype=dtype,
         note=None if bf16 or not kind.wants_bf16 else "fp32: this processor has no bf16 in hardware",
         step_s=step_s,
+        open_s=statistics.median(entry.open_s for entry in rounds),
+        first_forward_s=rounds[0].first_forward_s,
         first_step_s=rounds[0].first_step_s,
         tokens_per_s=tokens / step_s,
         peak_rss_bytes=int(statistics.median(entry.peak_rss_bytes for entry in rounds)),
@@ -115,6 +117,7 @@ def ratios(contenders: Mapping[str, Contender], agreed: Sequence[Agreement]) -> 
                 speed=None if {name, base} & disagreeing else other.step_s / contender.step_s,
                 peak_memory=contender.peak_rss_bytes / other.peak_rss_bytes,
                 first_step=contender.first_step_s / other.first_step_s,
+                first_forward_extra_s=contender.first_forward_s - other.first_forward_s,
             )
     return table
 

@@ -1,7 +1,8 @@
-"""One contender in one process: `python -m hasten.bench.contender SPEC.json OUT.json`.
+"""One contender in one process: `python -m hasten.bench.contender SPEC.json OUT.json [--end-with-parent]`.
 
 Opens the model, takes the steps, continues the prompt, writes what it measured to OUT.json. On standard
 output it sends one line of JSON for each thing that happened (see `contenders.EVENT`), for a progress bar.
+With the flag it ends as soon as its standard input is closed (see `hasten.bench.child`).
 
 Every contender does what a user would write: `model(input_ids, labels=..., position_ids=...).loss` without a
 cache, under autocast where it is bf16, then `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from hasten.base.errors import HastenError
+from hasten.bench.child import END_WITH_PARENT, end_with_parent
 from hasten.bench.contenders import CONTENDERS, EVENT, Kind, Spec
 from hasten.bench.report import Outcome, Round
 from hasten.bench.workload import model_size, open_workload_model
@@ -43,9 +45,10 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         from hasten.base import allocator
 
         allocator.enable()
-    begin = time.perf_counter()
     torch.manual_seed(spec.seed)
+    begin = time.perf_counter()
     model, tokenizer = open_workload_model(spec.model, spec.seed)
+    open_s = time.perf_counter() - begin
     model.train()
     with np.load(spec.blocks_file) as blocks:
         columns = {name: torch.from_numpy(blocks[name]) for name in blocks.files}
@@ -54,13 +57,13 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     # With a cache, which transformers makes by default, packed documents would see each other.
     settings = {"use_cache": False} if "use_cache" in accepted else {}
     size = model_size(model)
-    open_s, rss_open = time.perf_counter() - begin, resident_bytes()
+    rss_open = resident_bytes()
     emit(event="opened", seconds=open_s)
 
     torch.manual_seed(spec.seed)
     seconds: list[float] = []
     losses: list[float] = []
-    peak_first = 0
+    peak_first, first_forward_s = 0, 0.0
     begin = time.perf_counter()
     # The price of preparing the model belongs to the first step.
     forward, optimizer = _prepare(model, kind, spec)
@@ -69,6 +72,8 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         batch = {name: values[rows] for name, values in columns.items()}
         with _precision(kind, spec):
             loss = forward(**batch, **settings).loss
+        if step == 0:
+            first_forward_s = time.perf_counter() - begin
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,6 +92,7 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         text = _continue(model, tokenizer, kind, spec)
     measured = Round(
         open_s=open_s,
+        first_forward_s=first_forward_s,
         first_step_s=seconds[0],
         steps_s=seconds,
         losses=losses,
@@ -165,6 +171,8 @@ def _emit_line(**event: Any) -> None:
 
 def main(arguments: list[str]) -> int:
     """Entry point; a failure that hasten raises on purpose is one event, any other a traceback."""
+    if END_WITH_PARENT in arguments[2:]:
+        end_with_parent()
     spec = Spec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     try:
         result = run(spec, _emit_line)

@@ -27,9 +27,10 @@ from hasten.base.errors import ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.files import write_atomically
 from hasten.bench import train
-from hasten.bench.report import Limits
+from hasten.bench.report import Interruption, Limits
 from hasten.ops.cases import Case, all_cases, check_backward, check_forward
 from hasten.train.screen import Screen
+from hasten.train.stop import Interrupted
 
 MIN_PAIRS = 3
 MAX_PAIRS = 2000
@@ -43,20 +44,23 @@ class OpRow(BaseModel):
     op: str
     case: str
     dtype: str
-    what: Literal["forward", "forward+backward"]
-    hasten_s: float
-    """Median of one call."""
+    direction: Literal["forward", "forward+backward"]
+    level: Literal["torch"] = "torch"
+    """What computed hasten's side: `torch`, the operator's body in torch code; kernels do not exist yet."""
+    time_s: float
+    """Median of one call of hasten's operator."""
     torch_s: float
+    """Median of plain torch doing the same; the two took turns."""
     agree: bool
     error: str | None = None
     """What missed its budget, with numbers."""
     ratio: float | None
-    """torch_s / hasten_s; null where they do not agree."""
+    """torch_s / time_s; null where they do not agree."""
     bytes_per_s: float | None = None
-    """Each input read once and each output written once, over hasten_s; forward only."""
+    """Each input read once and each output written once, over time_s; forward only."""
     flops_per_s: float | None = None
     share_of_limit: float | None = None
-    """The longer of bytes / bandwidth and flops / peak, over hasten_s; above 1 for data in cache."""
+    """The longer of bytes / bandwidth and flops / peak, over time_s; above 1 for data in cache."""
 
 
 class OpsReport(BaseModel):
@@ -64,20 +68,26 @@ class OpsReport(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_name: Literal["hasten.bench.ops/1"] = Field(default="hasten.bench.ops/1", alias="schema")
+    schema_name: Literal["hasten.bench.ops/2"] = Field(default="hasten.bench.ops/2", alias="schema")
     date: str
     machine: dict[str, Any]
     versions: dict[str, str]
     limits: Limits
     rows: list[OpRow]
     agree: bool
+    """Of every row."""
+    interrupted: Interruption | None
+    """Null if every case was timed."""
 
 
 def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) -> OpsReport:
     """Times the benchmark cases of `op` (None: of every operator), `seconds` for each measurement.
 
+    A signal after the first row (see `StopSignals`) ends it, and the report holds the rows before.
+
     Raises:
         ConfigError: no operator or case of that name.
+        Interrupted: the signal came before the first row.
     """
     chosen = choose(all_cases(), op, case)
     facts = detect()
@@ -86,12 +96,21 @@ def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) 
     limit = train.measure_limits(bf16, screen)
     work = [(entry, dtype) for entry in chosen for dtype in entry.dtypes]
     rows: list[OpRow] = []
-    with screen.bar("operators", len(work)) as bar:
-        for done, (entry, dtype) in enumerate(work):
-            bar.update(done, f"{entry} {_name(dtype)}")
-            rows.append(_forward(entry, dtype, seconds, limit))
-            if entry.grads:
-                rows.append(_both(entry, dtype, seconds))
+    interruption = None
+    what = ""
+    try:
+        with screen.bar("operators", len(work)) as bar:
+            for done, (entry, dtype) in enumerate(work):
+                what = f"{entry} {_name(dtype)}"
+                bar.update(done, what)
+                rows.append(_forward(entry, dtype, seconds, limit))
+                if entry.grads:
+                    bar.update(done + 0.3, f"{what} with backward")
+                    rows.append(_both(entry, dtype, seconds))
+    except Interrupted as stopped:
+        if not rows:
+            raise
+        interruption = Interruption(signal=str(stopped), during=what)
     return OpsReport(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine,
@@ -99,6 +118,7 @@ def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) 
         limits=limit,
         rows=rows,
         agree=all(row.agree for row in rows),
+        interrupted=interruption,
     )
 
 
@@ -127,22 +147,33 @@ def choose(cases: dict[str, list[Case]], op: str | None, case: str | None) -> li
 def render(report: OpsReport) -> RenderableType:
     """A table for a terminal, and the errors of the rows that do not agree."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("operator, case, dtype, pass", overflow="fold")
+    table.add_column("operator, case", overflow="fold")
     for heading in ("hasten", "torch", "ratio", "GB/s", "GFLOP/s", "of limit"):
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    above = None
     for row in report.rows:
+        if (row.op, row.case) != above:
+            above = (row.op, row.case)
+            table.add_row(Text(f"{row.op} {row.case}", style="bold"))
         table.add_row(
-            f"{row.op} {row.case} {row.dtype} {row.what}",
-            _duration(row.hasten_s),
+            f"  {row.dtype}{' + backward' if row.direction != 'forward' else ''}",
+            _duration(row.time_s),
             _duration(row.torch_s),
             f"{row.ratio:.2f}x" if row.ratio is not None else "differs",
             f"{row.bytes_per_s / 1e9:.1f}" if row.bytes_per_s else "",
             f"{row.flops_per_s / 1e9:.0f}" if row.flops_per_s else "",
             f"{row.share_of_limit:.0%}" if row.share_of_limit is not None else "",
         )
+    cut = report.interrupted
     problems = [
-        Text(f"{row.op} {row.case} {row.dtype} {row.what}: {row.error}") for row in report.rows if row.error
+        Text(f"{row.op} {row.case} {row.dtype} {row.direction}: {row.error}")
+        for row in report.rows
+        if row.error
     ]
+    if cut is not None:
+        problems.append(
+            Text(f"CUT SHORT by {cut.signal} during {cut.during}: only what came before it is here")
+        )
     return Group(table, *problems)
 
 
@@ -188,8 +219,8 @@ def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> O
         op=case.operator,
         case=case.name,
         dtype=_name(dtype),
-        what="forward",
-        hasten_s=ours,
+        direction="forward",
+        time_s=ours,
         torch_s=theirs,
         agree=error is None,
         error=error,
@@ -209,8 +240,8 @@ def _both(case: Case, dtype: torch.dtype, seconds: float) -> OpRow:
         op=case.operator,
         case=case.name,
         dtype=_name(dtype),
-        what="forward+backward",
-        hasten_s=ours,
+        direction="forward+backward",
+        time_s=ours,
         torch_s=theirs,
         agree=error is None,
         error=error,

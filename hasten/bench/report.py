@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hasten.base.errors import InputError
 from hasten.base.files import write_atomically
 
-SCHEMA = "hasten.bench.train/1"
+SCHEMA = "hasten.bench.train/2"
 
 
 class _Frozen(BaseModel):
@@ -72,7 +72,9 @@ class Round(_Frozen):
     """One process of one contender."""
 
     open_s: float
-    """Opening the model: no part of any step."""
+    """Opening the model, importing what that needs included: no part of any step."""
+    first_forward_s: float
+    """From the call that prepares the model (capture, compilation) to the end of the first forward pass."""
     first_step_s: float
     """From the call that prepares the model (capture, compilation) to the end of the first optimizer step."""
     steps_s: list[float]
@@ -102,6 +104,10 @@ class Contender(_Frozen):
     """Why it did not run as its name says, e.g. bf16 without hardware."""
     step_s: float
     """Median over every step but the first of each round (over all steps if there is only one)."""
+    open_s: float
+    """Median over the rounds."""
+    first_forward_s: float
+    """Of the first round, capture or compilation included."""
     first_step_s: float
     """Of the first round: nothing cached before it."""
     tokens_per_s: float
@@ -124,6 +130,8 @@ class Ratio(_Frozen):
     """Base step time over the contender's; null where the losses do not agree."""
     peak_memory: float
     first_step: float
+    first_forward_extra_s: float
+    """The contender's first forward pass minus the base's: what capture or compilation costs."""
 
 
 class Agreement(_Frozen):
@@ -141,10 +149,19 @@ class Agreement(_Frozen):
     agree: bool
 
 
+class Interruption(_Frozen):
+    """The signal that ended a bench before its last contender, and where it was."""
+
+    signal: str
+    """`SIGINT` or `SIGTERM`"""
+    during: str
+    """What ran; nothing of it is in the report."""
+
+
 class BenchReport(_Frozen):
     """The whole report. `extra="forbid"`: a reader of another version fails loudly."""
 
-    schema_name: Literal["hasten.bench.train/1"] = Field(default="hasten.bench.train/1", alias="schema")
+    schema_name: Literal["hasten.bench.train/2"] = Field(default="hasten.bench.train/2", alias="schema")
     date: str
     command: str
     machine: dict[str, Any]
@@ -154,6 +171,8 @@ class BenchReport(_Frozen):
     contenders: dict[str, Contender]
     failed: dict[str, str]
     """Contenders that did not finish, with the reason."""
+    interrupted: Interruption | None
+    """Null if the bench ran to its end. Otherwise contenders may have fewer rounds than `workload` says."""
     ratios: dict[str, dict[str, Ratio]]
     """`ratios[contender][base]`, bases `eager-bf16` and `eager-bf16-malloc` where they ran."""
     agree: bool | None

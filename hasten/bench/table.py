@@ -45,7 +45,7 @@ def render(report: BenchReport) -> RenderableType:
         table.add_row(row.name, *row.cells)
     parts: list[RenderableType] = [table, _losses(report)]
     parts += [Text(f"{name} failed: {reason}", style="red") for name, reason in report.failed.items()]
-    parts += [Text(line) for line in (*ratio_lines(report), *agreement_lines(report), *note_lines(report))]
+    parts += [Text(line) for line in _lines(report)]
     for name, contender in report.contenders.items():
         if contender.text is not None:
             parts.append(Text(f"\n{name} continues {report.workload.prompt!r}:", style="bold"))
@@ -58,7 +58,7 @@ def markdown(report: BenchReport) -> str:
     head = "| " + " | ".join(HEADINGS) + " |"
     rule = "|" + "|".join([" --- ", *[" ---: "] * (len(HEADINGS) - 1)]) + "|"
     rows = [f"| `{row.name}` | " + " | ".join(row.cells) + " |" for row in _rows(report)]
-    lines = (*ratio_lines(report), *agreement_lines(report), *note_lines(report))
+    lines = _lines(report)
     return (
         "\n".join([f"{headline(report)}.", "", head, rule, *rows, "", *[f"- {line}" for line in lines]])
         + "\n"
@@ -86,8 +86,20 @@ def ratio_lines(report: BenchReport) -> list[str]:
                 if ratio.speed
                 else "no speed-up is given (the losses do not agree)"
             )
-            lines.append(f"{name} against {base}: {speed}, {ratio.peak_memory:.2f}x the peak memory")
+            lines.append(
+                f"{name} against {base}: {speed}, {ratio.peak_memory:.2f}x the peak memory, first forward "
+                f"{_more(ratio.first_forward_extra_s)}"
+            )
     return lines
+
+
+def opening_line(report: BenchReport) -> str:
+    """Seconds to open the model, and to the end of the first forward pass, of each contender."""
+    each = "; ".join(
+        f"{name} {contender.open_s:.1f} s, {contender.first_forward_s:.1f} s"
+        for name, contender in report.contenders.items()
+    )
+    return f"opening the model, then the first forward with capture or compilation: {each}"
 
 
 def agreement_lines(report: BenchReport) -> list[str]:
@@ -129,6 +141,25 @@ def write_into(file: Path, text: str) -> None:
     if not begin or not end:
         raise InputError(f"{file} has no line {BEGIN} followed by a line {END}")
     write_atomically(file, f"{before}{BEGIN}\n{text}{END}{after}")
+
+
+def _lines(report: BenchReport) -> list[str]:
+    cut = report.interrupted
+    return [
+        *(
+            [f"CUT SHORT by {cut.signal} during {cut.during}: only what finished before it is here"]
+            if cut
+            else ()
+        ),
+        *ratio_lines(report),
+        opening_line(report),
+        *agreement_lines(report),
+        *note_lines(report),
+    ]
+
+
+def _more(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'later' if seconds >= 0 else 'sooner'}"
 
 
 def _rows(report: BenchReport) -> list[_Row]:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
@@ -18,9 +17,11 @@ import hasten
 from hasten.base.errors import HastenError
 from hasten.base.facts import Facts, detect
 from hasten.bench import compare, limits, report
+from hasten.bench.child import child
 from hasten.bench.contenders import CONTENDERS, DEFAULT, EVENT, Spec
 from hasten.bench.workload import make_blocks, parse_batch, save_blocks
 from hasten.train.screen import Bar, Screen
+from hasten.train.stop import Interrupted
 
 PACKAGES = ("torch", "transformers", "numpy")
 LAST_LINES = 15
@@ -49,11 +50,13 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     """Measures the limits, then runs every contender in every round, and puts the report together.
 
     With several rounds the contenders take turns (A B C A B C), so that a machine that slows down slows all.
-    A contender that fails is named in `failed` and does not stop the others.
+    A contender that fails is named in `failed` and does not stop the others. A signal that arrives after a
+    contender finished (see `StopSignals`) ends the bench, and the report holds what finished before it.
 
     Raises:
         UserError: a setting, the model or the text is not usable; found before anything is measured.
         HastenError: no contender finished.
+        Interrupted: the signal came before any contender finished.
     """
     batch, sequence_tokens = parse_batch(settings.batch)
     facts = detect()
@@ -68,7 +71,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as folder_name:
         folder = Path(folder_name)
         save_blocks(blocks, folder / "blocks.npz")
-        outcomes, failed = _rounds(settings, batch, bf16, folder, screen)
+        outcomes, failed, interruption = _rounds(settings, batch, bf16, folder, screen)
     if not outcomes:
         raise HastenError(f"no contender finished: {', '.join(failed)} failed as said above")
 
@@ -107,6 +110,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         limits=limit,
         contenders=contenders,
         failed=failed,
+        interrupted=interruption,
         ratios=compare.ratios(contenders, agreed),
         agree=all(entry.agree for entry in agreed) if agreed else None,
         agreement=agreed,
@@ -115,7 +119,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
 
 def _rounds(
     settings: Settings, batch: int, bf16: bool, folder: Path, screen: Screen
-) -> tuple[dict[str, list[report.Outcome]], dict[str, str]]:
+) -> tuple[dict[str, list[report.Outcome]], dict[str, str], report.Interruption | None]:
     outcomes: dict[str, list[report.Outcome]] = {}
     failed: dict[str, str] = {}
     for number in range(settings.rounds):
@@ -136,13 +140,18 @@ def _rounds(
             )
             title = name if settings.rounds == 1 else f"{name} (round {number + 1} of {settings.rounds})"
             try:
-                outcomes.setdefault(name, []).append(run_contender(spec, folder, title, screen))
+                outcome = run_contender(spec, folder, title, screen)
+                outcomes.setdefault(name, []).append(outcome)
             except ContenderError as failure:
                 # One round that failed makes the contender's median meaningless.
                 outcomes.pop(name, None)
                 failed[name] = str(failure)
                 screen.warn(f"{name} failed: {failure}")
-    return outcomes, failed
+            except Interrupted as stopped:
+                if not any(outcomes.values()):
+                    raise
+                return outcomes, failed, report.Interruption(signal=str(stopped), during=title)
+    return outcomes, failed, None
 
 
 def run_contender(spec: Spec, folder: Path, title: str, screen: Screen) -> report.Outcome:
@@ -161,19 +170,14 @@ def run_contender(spec: Spec, folder: Path, title: str, screen: Screen) -> repor
     with (
         log_file.open("w", encoding="utf-8") as log,
         screen.bar(title, spec.steps) as bar,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+        child(command, log, environment) as process,
     ):
         bar.update(0, "opening the model")
-        try:
-            for line in process.stdout or ():
-                event = _event(line)
-                if event.get("event") == "failed":
-                    message = str(event["message"])
-                _show(bar, event, spec.steps)
-        except BaseException:
-            # An interrupt: the process must not outlive its bench.
-            process.terminate()
-            raise
+        for line in process.stdout or ():
+            event = _event(line)
+            if event.get("event") == "failed":
+                message = str(event["message"])
+            _show(bar, event, spec.steps)
     if process.returncode != 0 or not out_file.exists():
         tail = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
         raise ContenderError(message or "\n".join([f"its process ended with {process.returncode}", *tail]))

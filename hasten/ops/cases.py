@@ -55,7 +55,9 @@ class Case:
             reference in the same dtype as the yardstick.
         grads: positions (int) or keywords (str) of the arguments that get a gradient; empty: no backward.
         dtypes: the dtypes the case is meant for.
-        flops: floating-point operations of one forward call (a multiply-add is two).
+        flops: floating-point operations of one forward call in its products (a multiply-add is two); 0 for an
+            operator without products, which memory alone limits.
+        moved: bytes that a forward call moves at least, from its arguments and outputs; None: all of them.
         benchmark: True for a size that is timed and left out of the tests.
     """
 
@@ -68,6 +70,7 @@ class Case:
     grads: tuple[int | str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     flops: Callable[[], float] = field(default=lambda: 0.0)
+    moved: Callable[[Inputs, Any], int] | None = None
     benchmark: bool = False
 
     def inputs(self, dtype: torch.dtype) -> Inputs:
@@ -76,10 +79,12 @@ class Case:
         return self.make(generator, dtype)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a forward call moves at least: each input tensor read once, each output written once."""
+        """Bytes that a forward call moves at least: inputs read once, outputs written once, or `moved`."""
         args, kwargs = self.inputs(dtype)
         with torch.no_grad():
             out = self.op(*args, **kwargs)
+        if self.moved is not None:
+            return self.moved((args, kwargs), out)
         tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: leave at once, or, once steps are made, finish the step and write a checkpoint first."""
+"""Ctrl-C and SIGTERM: leave at once, or, once there are steps, finish one and write a checkpoint first."""
 
 from __future__ import annotations
 

@@ -17,9 +17,12 @@ LIMITS = Limits(
 )
 
 
-def _round(losses: list[float], step_s: float = 1.0, peak_bytes: int = 1000) -> Round:
+def _round(
+    losses: list[float], step_s: float = 1.0, peak_bytes: int = 1000, first_forward_s: float = 4.0
+) -> Round:
     return Round(
         open_s=0.1,
+        first_forward_s=first_forward_s,
         first_step_s=9.0,
         steps_s=[9.0, *[step_s] * (len(losses) - 1)],
         losses=losses,
@@ -41,6 +44,19 @@ def test_the_median_leaves_out_the_first_step_and_pools_the_rounds():
     assert got.tokens_per_s == 50.0
     assert got.share_of_limit == pytest.approx(1e9 / 2.0 / 4e9)
     assert got.repeatable
+
+
+def test_opening_is_a_median_and_the_first_forward_is_cold():
+    rounds = [
+        _round([2.0, 1.9], first_forward_s=seconds).model_copy(update={"open_s": open_s})
+        for seconds, open_s in ((7.0, 9.0), (3.0, 5.0), (3.0, 4.0))
+    ]
+    got = compare.summarise(CONTENDERS["hasten"], True, rounds, tokens=100, flops=1e9, limits=LIMITS)
+    assert (got.open_s, got.first_forward_s) == (5.0, 7.0)
+    base = compare.summarise(CONTENDERS["eager-bf16"], True, [_round([2.0, 1.9])], 100, 1e9, LIMITS)
+    contenders = {"eager-bf16": base, "hasten": got}
+    ratio = compare.ratios(contenders, compare.agreements(contenders, 1024))["hasten"]["eager-bf16"]
+    assert ratio.first_forward_extra_s == 3.0
 
 
 def test_rounds_with_other_losses_are_not_repeatable():

@@ -87,7 +87,8 @@ def test_every_step_is_announced_and_timed(spec: Spec):
     got = contender.run(spec, lambda **event: events.append(event))
     assert [event["event"] for event in events] == ["opened", "step", "step", "step"]
     assert len(got.round.steps_s) == 3
-    assert got.round.first_step_s == got.round.steps_s[0] > 0
+    assert got.round.first_step_s == got.round.steps_s[0] > got.round.first_forward_s > 0
+    assert got.round.open_s > 0
     assert got.round.peak_rss_bytes >= got.round.peak_rss_first_step_bytes >= got.round.rss_open_bytes // 2
     assert got.size.parameters > 100_000
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 from hasten.base.errors import ConfigError
 from hasten.bench import ops
+from hasten.bench.command import bench
 from hasten.bench.report import Limits
 from hasten.ops.cases import Case
 from hasten.train.screen import Screen
@@ -41,12 +49,13 @@ def measured(monkeypatch: pytest.MonkeyPatch):
 def test_a_right_operator_gets_times_and_a_ratio(measured):
     got = measured(_case())
     forward, both = got.rows
-    assert (forward.what, both.what) == ("forward", "forward+backward")
+    assert {row.level for row in got.rows} == {"torch"}
+    assert (forward.direction, both.direction) == ("forward", "forward+backward")
     assert got.agree
-    assert forward.ratio == pytest.approx(forward.torch_s / forward.hasten_s)
-    assert forward.bytes_per_s == pytest.approx(2 * 8 * 16 * 4 / forward.hasten_s)
-    assert forward.flops_per_s == pytest.approx(128 / forward.hasten_s)
-    assert forward.share_of_limit == pytest.approx(1024 / 1e10 / forward.hasten_s)
+    assert forward.ratio == pytest.approx(forward.torch_s / forward.time_s)
+    assert forward.bytes_per_s == pytest.approx(2 * 8 * 16 * 4 / forward.time_s)
+    assert forward.flops_per_s == pytest.approx(128 / forward.time_s)
+    assert forward.share_of_limit == pytest.approx(1024 / 1e10 / forward.time_s)
     assert both.ratio is not None
 
 
@@ -79,6 +88,64 @@ def test_every_field_is_documented():
             assert f"`{name}`" in text, name
 
 
+@pytest.mark.parametrize(
+    "op", ["linear", "linear_group", "activation_linear", "norm_linear", "linear_cross_entropy"]
+)
+def test_operations_of_products_are_those_that_torch_counts(op: str):
+    counted = 0
+    for case in ops.all_cases()[op]:
+        if case.benchmark or "ignore" in case.name or torch.float32 not in case.dtypes:
+            continue
+        args, kwargs = case.inputs(torch.float32)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            case.yardstick(*args, **kwargs)
+        assert case.flops() == counter.get_total_flops(), case
+        counted += case.flops() > 0
+    assert counted >= 4
+
+
+def test_an_embedding_reads_the_rows_it_names_and_not_its_table():
+    case = next(case for case in ops.all_cases()["embedding"] if case.name == "many-repeats")
+    # 511 ids of 8 bytes, 3 rows of 16 numbers, 511 rows of 16 numbers written.
+    assert case.bytes(torch.float32) == 511 * 8 + 3 * 16 * 4 + 511 * 16 * 4
+
+
+def test_the_table_fits_into_80_columns_and_names_every_row(measured):
+    got = measured(_case(name="1024x1536x49152-benchmark"))
+    console = Console(width=80, file=io.StringIO())
+    console.print(ops.render(got))
+    text = console.file.getvalue()
+    for word in ("sine 1024x1536x49152-benchmark", "  float32 ", "  float32 + backward"):
+        assert word in text
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_rows_before_it(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def killed(x: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), number)
+        return torch.sin(x)
+
+    monkeypatch.setattr(ops.train, "measure_limits", lambda bf16, screen: LIMITS)
+    good, bad = _case(name="good", benchmark=True), _case(op=killed, name="bad", benchmark=True)
+    path = tmp_path / "ops.json"
+    monkeypatch.setattr(ops, "all_cases", lambda: {"sine": [good, bad]})
+    done = CliRunner().invoke(bench, ["ops", "--seconds", "0", "--json", str(path)])
+    assert done.exit_code == 128 + number, done.output
+    written = json.loads(path.read_text())
+    assert [row["case"] for row in written["rows"]] == ["good", "good"]
+    assert written["interrupted"] == {"signal": number.name, "during": "sine/bad float32"}
+    assert "CUT SHORT" in done.stdout
+    path.unlink()
+    monkeypatch.setattr(ops, "all_cases", lambda: {"sine": [bad]})
+    done = CliRunner().invoke(bench, ["ops", "--seconds", "0", "--json", str(path)])
+    assert done.exit_code == 128 + number, done.output
+    assert "stopped before anything was measured" in done.stderr
+    assert not path.exists()
+
+
 def test_interleaved_calls_take_turns():
     calls: list[str] = []
     first, second = ops.interleaved(lambda: calls.append("a"), lambda: calls.append("b"), 0.0)
@@ -94,4 +161,4 @@ def test_a_real_operator(monkeypatch: pytest.MonkeyPatch):
     got = ops.bench_ops("rms_norm", small.name, 0.0, Screen(enabled=False))
     assert got.agree, [row.error for row in got.rows]
     assert {row.op for row in got.rows} == {"rms_norm"}
-    assert ops.dump(got).startswith('{\n  "schema": "hasten.bench.ops/1"')
+    assert ops.dump(got).startswith('{\n  "schema": "hasten.bench.ops/2"')

@@ -31,6 +31,7 @@ def example() -> report.BenchReport:
     for name, step_s, peak in (("eager-bf16", 3.0, 4_000_000_000), ("hasten", 2.0, 3_000_000_000)):
         measured = report.Round(
             open_s=5.0,
+            first_forward_s=1.5 if name == "eager-bf16" else 4.0,
             first_step_s=6.0,
             steps_s=[6.0, step_s, step_s],
             losses=[1.5, 1.4, 1.3],
@@ -65,6 +66,7 @@ def example() -> report.BenchReport:
         limits=limits,
         contenders=contenders,
         failed={},
+        interrupted=None,
         ratios=compare.ratios(contenders, agreed),
         agree=True,
         agreement=agreed,
@@ -78,7 +80,8 @@ def test_what_is_written_is_what_is_read(example: report.BenchReport, tmp_path: 
     raw = json.loads(path.read_text())
     assert raw["schema"] == report.SCHEMA
     for contender in raw["contenders"].values():
-        assert {"step_s", "first_step_s", "tokens_per_s", "peak_rss_bytes", "losses"} <= set(contender)
+        assert {"step_s", "open_s", "first_forward_s", "first_step_s"} <= set(contender)
+        assert {"tokens_per_s", "peak_rss_bytes", "losses"} <= set(contender)
     assert {"gemm_flops_per_s", "read_bytes_per_s"} <= set(raw["limits"])
     assert {"ratios", "agree", "date", "command", "machine", "versions"} <= set(raw)
 
@@ -88,7 +91,8 @@ def test_what_is_written_is_what_is_read(example: report.BenchReport, tmp_path: 
     [
         ("{", "not a report"),
         ("{}", "not a report of schema"),
-        ('{"schema": "hasten.bench.train/2"}', "schema"),
+        ('{"schema": "hasten.bench.train/1"}', r"schema hasten\.bench\.train/2: schema"),
+        ('{"schema": "hasten.bench.train/3"}', r"schema hasten\.bench\.train/2: schema"),
     ],
 )
 def test_a_file_of_another_form_is_refused(text: str, message: str, tmp_path: Path):
@@ -123,6 +127,7 @@ def test_every_field_is_documented():
         report.Round,
         report.Ratio,
         report.Agreement,
+        report.Interruption,
     ):
         for name, field in model.model_fields.items():
             assert f"`{field.alias or name}`" in text, f"{model.__name__}.{name} is missing in {FORMAT.name}"
@@ -131,8 +136,19 @@ def test_every_field_is_documented():
 def test_markdown_has_the_numbers_and_the_ratio(example: report.BenchReport):
     text = table.markdown(example)
     assert "| `hasten` | 512 | 2.00 s | 6.0 s | 3.00 GB | 1.5000 | 1.3000 | 125% |" in text
-    assert "hasten against eager-bf16: 1.50x the speed, 0.75x the peak memory" in text
+    assert (
+        "hasten against eager-bf16: 1.50x the speed, 0.75x the peak memory, first forward 2.5 s later" in text
+    )
+    assert "eager-bf16 5.0 s, 1.5 s; hasten 5.0 s, 4.0 s" in text
     assert "losses of hasten and eager-bf16 agree" in text
+
+
+def test_a_report_that_was_cut_short_says_so_first(example: report.BenchReport):
+    assert "CUT SHORT" not in table.markdown(example)
+    cut = report.Interruption(signal="SIGTERM", during="compile-bf16 (round 2 of 3)")
+    text = table.markdown(example.model_copy(update={"interrupted": cut}))
+    first = next(line for line in text.splitlines() if line.startswith("- "))
+    assert "CUT SHORT by SIGTERM during compile-bf16 (round 2 of 3)" in first
 
 
 def test_no_speed_up_is_shown_where_losses_differ(example: report.BenchReport):

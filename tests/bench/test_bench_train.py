@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from hasten.base.errors import HastenError
-from hasten.bench import report, train
+from hasten.bench import command, report, train
+from hasten.bench.command import bench
 from hasten.bench.contenders import Spec
 from hasten.bench.demo import demo
 from hasten.train.screen import Screen
 
 pytestmark = pytest.mark.e2e
 
+demo_app = typer.Typer()
+demo_app.command()(command.demo)
 QUIET = Screen(enabled=False)
 OUTCOME = report.Outcome(
     round=report.Round(
         open_s=0.1,
+        first_forward_s=1.0,
         first_step_s=2.0,
         steps_s=[2.0, 1.0],
         losses=[3.0, 2.0],
@@ -84,6 +94,49 @@ def test_the_demo_leaves_a_report(tmp_path: Path, fast_limits: None):
     assert list(result.contenders) == ["eager-bf16", "hasten"]
     assert result.agree is True, result.agreement
     assert [entry.name for entry in out.iterdir()] == ["report.json"]
+
+
+def test_a_signal_leaves_no_process_and_what_was_measured(tmp_path: Path):
+    path, log = tmp_path / "report.json", tmp_path / "log"
+    command = [
+        *(sys.executable, "-m", "hasten", "bench", "train", "--model", "tiny:llama", "--batch", "1x16"),
+        *("--steps", "50", "--contenders", "eager-fp32,hasten-fp32", "--json", str(path)),
+    ]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        # The first contender's summary is said when its process has ended and the second's starts.
+        while "eager-fp32: first step" not in log.read_text() and process.poll() is None:
+            time.sleep(0.05)
+        below: list[psutil.Process] = []
+        while not below and process.poll() is None:
+            below = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(timeout=20) == 143, log.read_text()
+    assert psutil.wait_procs(below, timeout=5)[1] == []
+    result = report.load(path)
+    assert list(result.contenders) == ["eager-fp32"]
+    assert len(result.contenders["eager-fp32"].losses) == 50
+    assert result.interrupted == report.Interruption(signal="SIGTERM", during="hasten-fp32")
+    said = log.read_text()
+    assert "CUT SHORT" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_anything_is_measured_is_one_message(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, fast_limits: None, tmp_path: Path
+):
+    def killed(*arguments: object) -> report.Outcome:
+        os.kill(os.getpid(), number)
+        pytest.fail("the signal was not acted on")
+
+    monkeypatch.setattr(train, "run_contender", killed)
+    small = ["--model", "tiny:llama", "--batch", "1x16", "--steps", "1"]
+    for arguments in (["train", *small, "--json", str(tmp_path / "a.json")], small):
+        app = bench if arguments[0] == "train" else demo_app
+        done = CliRunner().invoke(app, [*arguments, *(() if app is bench else ("--out", str(tmp_path)))])
+        assert done.exit_code == 128 + number, done.output
+        assert done.stderr.splitlines()[-1] == f"{number.name}: stopped before anything was measured"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_contenders_take_turns_and_one_that_fails_is_left_out(

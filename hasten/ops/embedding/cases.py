@@ -21,7 +21,15 @@ def case(
         weight = torch.randn(rows, dim, generator=generator).to(dtype)
         return (ids, weight), dict(options)
 
-    return Case("embedding", name, make, embedding, meaning.embedding, None, (1,), benchmark=benchmark)
+    def moved(inputs: Inputs, out: torch.Tensor) -> int:
+        ids, weight = inputs[0]
+        # Of the table only the rows that the ids name.
+        read = ids.unique().numel() * dim * weight.element_size()
+        return int(ids.numel() * ids.element_size() + read + out.numel() * out.element_size())
+
+    return Case(
+        "embedding", name, make, embedding, meaning.embedding, None, (1,), benchmark=benchmark, moved=moved
+    )
 
 
 CASES = [

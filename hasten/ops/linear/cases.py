@@ -79,7 +79,8 @@ def _group(
 
     grads = tuple(range(1 + count * (2 if bias else 1)))
     op, meaning = spread(linear_group), spread(reference.linear_group)
-    return Case("linear_group", name, make, op, meaning, grads=grads, **options)
+    products = 2.0 * torch.Size(x_shape).numel() * sum(out_sizes)
+    return Case("linear_group", name, make, op, meaning, grads=grads, flops=lambda: products, **options)
 
 
 def _activation(
@@ -103,7 +104,8 @@ def _activation(
 
     grads = (0, 3, *((1,) if gate else ()), *((4,) if bias else ()))
     op, meaning = activation_linear, reference.activation_linear
-    return Case("activation_linear", name, make, op, meaning, grads=grads, **options)
+    products = 2.0 * torch.Size(x_shape).numel() * out_size
+    return Case("activation_linear", name, make, op, meaning, grads=grads, flops=lambda: products, **options)
 
 
 CASES = [

@@ -76,7 +76,9 @@ def _case(
         return call
 
     grads = tuple(range(len(present) + count * (2 if bias else 1)))
-    return Case("norm_linear", name, make, spread(norm_linear), spread(_meaning), grads=grads, **options)
+    op, meaning = spread(norm_linear), spread(_meaning)
+    products = 2.0 * torch.Size(x_shape).numel() * sum(out_sizes)
+    return Case("norm_linear", name, make, op, meaning, grads=grads, flops=lambda: products, **options)
 
 
 CASES = [
