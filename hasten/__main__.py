@@ -105,8 +105,9 @@ def _doctor(
     Examples: [bold]hasten doctor[/bold], [bold]hasten doctor smollm2-135m[/bold]
     """
     from hasten.doctor import collect, render
+    from hasten.train.screen import Screen
 
-    facts = collect(model)
+    facts = collect(model, Screen(enabled=not json))
     if json:
         from json import dumps
 

@@ -69,6 +69,28 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         handle.write(data.encode() if isinstance(data, str) else data)
 
 
+def make_folder(folder: str | Path, what: str) -> Path:
+    """Makes a folder, and those above it, unless it exists, and tries whether files can be made in it.
+
+    Raises:
+        InputError: it cannot be made or written to; begins with `what` and says why.
+    """
+    folder = Path(folder)
+    try:
+        taken = next((path for path in (folder, *folder.parents) if path.exists()), None)
+        if taken is not None and not taken.is_dir():
+            raise InputError(f"{what}: {taken} is a file, not a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        # A missing folder that cannot be made although the one above exists: /proc and its like.
+        refused = error.errno == errno.ENOENT
+        reason = "no files can be made there" if refused else _REASONS.get(error.errno or 0, error.strerror)
+        raise InputError(f"{what}: {reason}") from error
+    return folder
+
+
 @contextmanager
 def locked(folder: str | Path, holder: str) -> Iterator[None]:
     """Holds `folder` for one process while the block runs, by a lock on the folder itself.

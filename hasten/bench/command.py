@@ -76,7 +76,7 @@ def train(
     ] = ",".join(DEFAULT),
     data: Annotated[str, typer.Option(help="python-stdlib, or a file or folder of text.")] = "python-stdlib",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Constant learning rate.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of random weights and of the order of the rows.")] = 0,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Train the same model on the same tokens with each contender, in turn and in separate processes.

@@ -6,14 +6,13 @@ Everything that is printed is computed from this object, so a report on disk is 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hasten.base.errors import InputError
-from hasten.base.files import write_atomically
+from hasten.base.files import make_folder, write_atomically
 
 SCHEMA = "hasten.bench.train/2"
 
@@ -200,12 +199,7 @@ def check_writable(path: Path) -> None:
         raise InputError(
             f"cannot write the report to {path}: it is a folder; name a file, e.g. {path / 'report.json'}"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise InputError(f"cannot write the report to {path}: {error.strerror}") from error
+    make_folder(path.parent, f"cannot write the report to {path}")
 
 
 def load(path: Path) -> BenchReport:

@@ -13,13 +13,15 @@ from hasten.base.facts import ISA_LEVELS, detect
 from hasten.doctor.machine import machine, optimisations, settings, versions
 from hasten.doctor.model import examine, explain
 from hasten.doctor.show import render
+from hasten.train.screen import Screen
 
 __all__ = ["collect", "explain", "render"]
 
 
-def collect(model_id: str | None = None) -> dict[str, Any]:
+def collect(model_id: str | None = None, screen: Screen | None = None) -> dict[str, Any]:
     """Everything that `hasten doctor [MODEL]` prints, as data that `json.dumps` takes.
 
+    How far a model is goes to `screen`.
     Keys: `machine`, `isa`, `versions`, `settings`, `optimisations`, and with `model_id` also `model`.
 
     Raises:
@@ -36,5 +38,5 @@ def collect(model_id: str | None = None) -> dict[str, Any]:
         "optimisations": optimisations(config, facts),
     }
     if model_id is not None:
-        found["model"] = examine(model_id, facts)
+        found["model"] = examine(model_id, facts, screen or Screen(enabled=False))
     return found

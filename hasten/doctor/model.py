@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hasten.base.errors import InputError
 from hasten.base.facts import Facts
+from hasten.train.screen import Screen
 
 _PROBE_TOKENS = 64
 _PROBE_STEPS = 3
+_STAGES = ("opening it", "first step with hasten", "plain steps", "steps with hasten")
 _TINY = "tiny:"
 _ADVICE_SHARE = 0.5
 _CACHE = "key-value cache"
@@ -22,13 +24,21 @@ _CACHE_ADVICE = (
 )
 
 
-def examine(model_id: str, facts: Facts) -> dict[str, Any]:
+def examine(model_id: str, facts: Facts, screen: Screen) -> dict[str, Any]:
     """Opens a model, times one small step before and after `optimize`, and reads the engine's report."""
+    with screen.bar(f"examining {model_id}", len(_STAGES)) as bar:
+        stages = iter(enumerate(_STAGES))
+        return _examine(model_id, facts, lambda: bar.update(*next(stages)))
+
+
+def _examine(model_id: str, facts: Facts, advance: Callable[[], None]) -> dict[str, Any]:
     import torch
 
     import hasten
 
+    advance()
     model, note = _open(model_id)
+    advance()
     bf16 = facts.bf16_in_hardware.value
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -36,16 +46,21 @@ def examine(model_id: str, facts: Facts) -> dict[str, Any]:
     model.train()
     probe = _Probe(model, ids, bf16)
     hasten.optimize(model)
-    probe.step()
+    first_s = probe.step()
     cached = any(_CACHE in reason for reason in hasten.report(model).originals)
     if cached and "use_cache" in inspect.signature(model.forward).parameters:
         # As a plain call the blocks run their original code, which says nothing more about this model.
         probe = _Probe(model, ids, bf16, use_cache=False)
     hasten.restore(model)
+    advance()
     plain_s = probe.best()
     model.zero_grad(set_to_none=True)
     hasten.optimize(model)
-    first_s = probe.step()
+    advance()
+    again_s = probe.step()
+    if cached:
+        # Only now were the blocks captured; otherwise this time torch had warmed up before.
+        first_s = again_s
     fused_s = probe.best()
     share = probe.fused_share()
     report = hasten.report(model)

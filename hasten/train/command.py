@@ -20,9 +20,9 @@ setting can also be given as a flag, --set SECTION.KEY=VALUE, which wins over
 the file.
 
 Ctrl-C finishes the step, writes a checkpoint and leaves; the same command
-continues from it, with the same bits as if it had never stopped. The output
-folder gets model/ (or adapter/ with LoRA), checkpoints/, metrics.jsonl and
-tensorboard/.
+continues from it, with the same bits as if it had never stopped. Before the
+first step it leaves at once. The output folder gets model/ (or adapter/ with
+LoRA), checkpoints/, metrics.jsonl and tensorboard/.
 
 Exit codes: 0 done; 2 a mistake in the settings or the input; 1 another fault,
 or something could not be written; 130 stopped by Ctrl-C; 143 by SIGTERM.

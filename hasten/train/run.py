@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from hasten.base.config import make_config
 from hasten.base.errors import CheckpointError, ConfigError, HastenError
 from hasten.base.facts import detect
-from hasten.base.files import locked
+from hasten.base.files import locked, make_folder
 from hasten.models import open_model
 from hasten.train import checkpoint as checkpoints
 from hasten.train import state
@@ -51,14 +50,7 @@ def train(config: RunConfig, *, progress: bool = True) -> Result:
     find_source(config.data)
     if config.optimize:
         make_config()  # A wrong HASTEN_* variable is found here and not after the model is opened.
-    try:
-        config.output.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"output.folder = {str(config.output.folder)!r} cannot be made: {error.strerror}"
-        ) from None
-    if not os.access(config.output.folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"output.folder = {str(config.output.folder)!r} cannot be written to")
+    make_folder(config.output.folder, f"output.folder = {str(config.output.folder)!r} cannot be used")
     with locked(config.output.folder, "another training run"):
         start = checkpoints.find(config.checkpoint_folder, config.checkpoint.resume, screen)
         if start is not None:

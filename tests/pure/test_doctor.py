@@ -20,6 +20,7 @@ from hasten.doctor import collect, explain, render
 from hasten.doctor import model as probing
 from hasten.models import tiny_model
 from hasten.ops import native
+from hasten.train.screen import Screen
 
 
 def printed(found: dict[str, Any]) -> str:
@@ -168,9 +169,13 @@ def test_the_probe_takes_plain_modules() -> None:
 
 # Dynamo looks at the gradient of the block's input while it captures, which torch warns about.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_model_is_examined() -> None:
+def test_a_model_is_examined(capfd: pytest.CaptureFixture[str]) -> None:
     found = collect("tiny:llama")
+    # At the level of file descriptors: torch's profiler writes to standard error without Python.
+    assert capfd.readouterr() == ("", "")
     model = found["model"]
+    assert model["fused_share"] > 0
+    assert model["first_step_s"] > model["step_s"]
     assert json.dumps(found)
     assert model["plain_step_s"] > 0
     assert 0 <= model["fused_share"] <= 1
@@ -179,6 +184,17 @@ def test_a_model_is_examined() -> None:
     assert "Why is my model not faster?" in text
     assert all(answer in text for answer in model["answers"])
     assert model["report"]["graphs"][0]["runs"] in ("rewritten", "original")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_progress_names_every_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hasten.train.screen.PLAIN_INTERVAL_S", 0.0)
+    collect("tiny:gpt2", Screen())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("%")[1].split("  ")[1] for line in lines] == list(probing._STAGES)
+    assert all(line.startswith("examining tiny:gpt2") for line in lines)
 
 
 def test_a_folder_with_a_configuration_alone(tmp_path: Path) -> None:

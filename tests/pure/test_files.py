@@ -12,7 +12,7 @@ import pytest
 
 from hasten.base.errors import InputError
 from hasten.base.events import EventLog
-from hasten.base.files import atomic_file, locked, sha256_of, write_atomically
+from hasten.base.files import atomic_file, locked, make_folder, sha256_of, write_atomically
 
 
 def test_replaces_text_and_bytes(tmp_path: Path) -> None:
@@ -23,6 +23,28 @@ def test_replaces_text_and_bytes(tmp_path: Path) -> None:
     assert path.read_bytes() == b"\x00\x01"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
     assert sha256_of(path) == "b413f47d13ee2fe6c845b2ee141af81de858df4ec549a58b7970bb96645bc8d2"
+
+
+def test_a_folder_is_made_or_refused_with_the_reason(tmp_path: Path) -> None:
+    assert make_folder(tmp_path / "a" / "b", "x") == make_folder(str(tmp_path / "a" / "b"), "x")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    file = tmp_path / "file"
+    file.write_text("")
+    refused = {
+        file: f"x: {file} is a file, not a folder",
+        file / "below" / "it": f"x: {file} is a file, not a folder",
+        tmp_path / ("n" * 300): "x: the name is too long",
+    }
+    if Path("/proc/self").exists():
+        refused[Path("/proc/hasten")] = "x: no files can be made there"
+        refused[Path("/proc")] = "x: no files can be made there"
+    if os.geteuid():
+        (tmp_path / "a").chmod(0o500)
+        refused[tmp_path / "a" / "c"] = "x: permission denied"
+    for folder, message in refused.items():
+        with pytest.raises(InputError) as caught:
+            make_folder(folder, "x")
+        assert str(caught.value).startswith(message)
 
 
 def test_permissions_are_those_of_an_ordinary_file(tmp_path: Path) -> None:

@@ -456,9 +456,9 @@ def test_rows_longer_than_the_context_are_refused(settings: Settings) -> None:
 
 def test_output_that_is_a_file(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"output\.folder.*cannot be made"):
+    with pytest.raises(InputError, match=r"output\.folder.*is a file, not a folder"):
         run(settings(output__folder=str(tmp_path / "file")))
-    with pytest.raises(ConfigError, match=r"output\.folder.*cannot be made"):
+    with pytest.raises(InputError, match=r"output\.folder.*the name is too long"):
         run(settings(output__folder=str(tmp_path / ("long" * 99))))
 
 
