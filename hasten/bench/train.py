@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hasten
+from hasten.base.config import make_config
 from hasten.base.errors import HastenError
 from hasten.base.facts import Facts, detect
 from hasten.bench import compare, limits, report
@@ -59,6 +60,8 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         Interrupted: the signal came before any contender finished.
     """
     batch, sequence_tokens = parse_batch(settings.batch)
+    if any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):
+        make_config()  # A wrong HASTEN_* variable is found here and not by each contender.
     facts = detect()
     bf16 = facts.default_dtype().value == "bf16"
     before = machine(facts)

@@ -19,7 +19,7 @@ from torch import nn
 from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.bench.report import ModelSize
 from hasten.train.config import DataSection
-from hasten.train.data import Order, Rows, TokenStream, load_tokens
+from hasten.train.data import IGNORE, Order, Rows, TokenStream, load_tokens
 from hasten.train.screen import Screen
 from hasten.train.text import documents, find_source
 
@@ -111,7 +111,7 @@ def make_blocks(
     Text that is too short is read again from the start.
 
     Raises:
-        InputError: the model or the text cannot be opened, or there is no text.
+        InputError: the model or the text cannot be opened, or there is too little text.
     """
     rows_wanted = steps * batch
     data = DataSection(path=data_path, max_tokens=rows_wanted * sequence_tokens)
@@ -128,6 +128,14 @@ def make_blocks(
     positions = taken.position_ids
     if positions is None:
         raise InputError(f"data = {data_path!r}: the text was not packed")
+    # Row r of step s: labels are not shifted, so a label in the first column is never predicted.
+    predicted = (taken.labels[:, 1:] != IGNORE).reshape(steps, -1).any(dim=1)
+    if not bool(predicted.all()):
+        raise InputError(
+            f"data = {data_path!r}: its {len(stream.tokens):,} tokens in {len(stream.starts):,} documents "
+            f"give a step of {batch} x {sequence_tokens} in which no token follows another, so it has no loss; "
+            "give more text"
+        )
     return Blocks(
         taken.input_ids.numpy(), taken.labels.numpy(), positions.numpy(), int((positions == 0).sum().item())
     )

@@ -79,7 +79,11 @@ def find_source(data: DataSection) -> Source:
         found = (file for file in _matches(root, data.glob) if file.is_file() and not _hidden(file, root))
     files = tuple(sorted(found, key=lambda file: hashlib.sha256(_relative(file, root).encode()).digest()))
     if not files:
-        raise InputError(f"data.path = {data.path!r}: no file matches data.glob = {data.glob!r}")
+        default = DataSection.model_fields["glob"].default
+        which = (
+            "there is no file in it" if data.glob == default else f"no file matches data.glob = {data.glob!r}"
+        )
+        raise InputError(f"data.path = {data.path!r}: {which}")
     return Source(root, files, data.field)
 
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hasten.base.errors import HastenError
+from hasten.base.errors import ConfigError, HastenError
 from hasten.bench import command, report, train
 from hasten.bench.command import bench
 from hasten.bench.contenders import Spec
@@ -168,6 +168,16 @@ def test_contenders_take_turns_and_one_that_fails_is_left_out(
     assert list(result.contenders) == ["eager-bf16", "hasten"]
     assert result.failed == {"compile-bf16": "no compiler"}
     assert len(result.contenders["hasten"].rounds) == 3
+
+
+def test_a_wrong_setting_in_the_environment_is_found_first(
+    monkeypatch: pytest.MonkeyPatch, fast_limits: None
+):
+    monkeypatch.setenv("HASTEN_LEVEL", "9")
+    monkeypatch.setattr(train, "run_contender", lambda *arguments: pytest.fail("it ran"))
+    small = train.Settings(model="tiny:llama", batch="1x16", steps=1, contenders=("eager-fp32", "hasten"))
+    with pytest.raises(ConfigError, match="HASTEN_LEVEL"):
+        train.bench_train(small, QUIET)
 
 
 def test_where_nothing_finished_there_is_no_report(monkeypatch: pytest.MonkeyPatch, fast_limits: None):

@@ -105,3 +105,13 @@ def test_a_batch_of_another_form_is_refused(text: str):
 def test_a_batch_is_rows_and_tokens():
     assert workload.parse_batch("2x512") == (2, 512)
     assert workload.parse_batch(" 1X2048 ") == (1, 2048)
+
+
+def test_a_step_without_a_loss_is_refused_before_the_run(tmp_path: Path):
+    """A document of one token predicts nothing; two are enough, however often they are read again."""
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=r"1 tokens in 1 documents .* no token follows another"):
+        workload.make_blocks("tiny:llama", str(tmp_path), 3, 1, 8, 0, QUIET)
+    (tmp_path / "a.txt").write_text("ab")
+    labels = workload.make_blocks("tiny:llama", str(tmp_path), 3, 1, 8, 0, QUIET).labels
+    assert (labels[:, 1:] != -100).any(axis=1).all()

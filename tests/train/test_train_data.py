@@ -241,6 +241,8 @@ def test_missing_path_and_pattern(tmp_path: Path, tokenizer: Any) -> None:
         load_tokens(section(tmp_path, tmp_path / "text"), tokenizer)
     with pytest.raises(InputError, match="did you mean 'python-stdlib'"):
         load_tokens(section(tmp_path, "python-stlib"), tokenizer)
+    with pytest.raises(InputError, match="texts': there is no file in it"):
+        load_tokens(section(tmp_path, tmp_path / "texts"), tokenizer)
     with pytest.raises(InputError, match=r"no file matches data.glob = '\*.md'"):
         load_tokens(section(tmp_path, tmp_path / "texts", glob="*.md"), tokenizer)
     for pattern in ("../*", "/etc/*", "a**b"):
