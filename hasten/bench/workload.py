@@ -133,8 +133,8 @@ def make_blocks(
     if not bool(predicted.all()):
         raise InputError(
             f"data = {data_path!r}: its {len(stream.tokens):,} tokens in {len(stream.starts):,} documents "
-            f"give a step of {batch} x {sequence_tokens} in which no token follows another, so it has no loss; "
-            "give more text"
+            f"give a step of {batch} x {sequence_tokens} in which no token follows another, so it has no "
+            "loss; give more text"
         )
     return Blocks(
         taken.input_ids.numpy(), taken.labels.numpy(), positions.numpy(), int((positions == 0).sum().item())
