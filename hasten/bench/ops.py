@@ -28,10 +28,14 @@ from hasten.base.facts import detect
 from hasten.base.files import write_atomically
 from hasten.bench import train
 from hasten.bench.report import Interruption, Limits
+from hasten.ops import native
 from hasten.ops.cases import Case, all_cases, check_backward, check_forward
 from hasten.train.screen import Screen
 from hasten.train.stop import Interrupted
 
+TORCH = "torch"
+NATIVE = "hasten_cpu::"
+"""What the names of native kernels begin with in torch's dispatcher."""
 MIN_PAIRS = 3
 MAX_PAIRS = 2000
 
@@ -45,8 +49,8 @@ class OpRow(BaseModel):
     case: str
     dtype: str
     direction: Literal["forward", "forward+backward"]
-    level: Literal["torch"] = "torch"
-    """What computed hasten's side: `torch`, the operator's body in torch code; kernels do not exist yet."""
+    level: str
+    """The instruction level of the native kernel that ran, or `torch`: the operator's body in torch code."""
     time_s: float
     """Median of one call of hasten's operator."""
     torch_s: float
@@ -148,6 +152,7 @@ def render(report: OpsReport) -> RenderableType:
     """A table for a terminal, and the errors of the rows that do not agree."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("operator, case", overflow="fold")
+    table.add_column("level")
     for heading in ("hasten", "torch", "ratio", "GB/s", "GFLOP/s", "of limit"):
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     above = None
@@ -157,6 +162,7 @@ def render(report: OpsReport) -> RenderableType:
             table.add_row(Text(f"{row.op} {row.case}", style="bold"))
         table.add_row(
             f"  {row.dtype}{' + backward' if row.direction != 'forward' else ''}",
+            row.level,
             _duration(row.time_s),
             _duration(row.torch_s),
             f"{row.ratio:.2f}x" if row.ratio is not None else "differs",
@@ -203,6 +209,16 @@ def interleaved(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def level_of(call: Callable[[], object]) -> str:
+    """The level of the native kernels if `call` ran one, as torch's profiler sees it, else `torch`."""
+    from torch.autograd.profiler_legacy import profile
+
+    with profile() as trace:
+        call()
+    ran = any(event.name.startswith(NATIVE) for event in trace.function_events)
+    return native.state().level or TORCH if ran else TORCH
+
+
 def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> OpRow:
     args, kwargs = case.inputs(dtype)
     with torch.no_grad():
@@ -215,11 +231,14 @@ def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> O
     least = moved / limit.read_bytes_per_s
     if peak is not None:
         least = max(least, flops / peak)
+    with torch.no_grad():
+        level = level_of(lambda: case.op(*args, **kwargs))
     return OpRow(
         op=case.operator,
         case=case.name,
         dtype=_name(dtype),
         direction="forward",
+        level=level,
         time_s=ours,
         torch_s=theirs,
         agree=error is None,
@@ -232,15 +251,15 @@ def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> O
 
 
 def _both(case: Case, dtype: torch.dtype, seconds: float) -> OpRow:
-    ours, theirs = interleaved(
-        _forward_backward(case, case.op, dtype), _forward_backward(case, case.yardstick, dtype), seconds
-    )
+    call = _forward_backward(case, case.op, dtype)
+    ours, theirs = interleaved(call, _forward_backward(case, case.yardstick, dtype), seconds)
     error = _error(lambda: check_backward(case, dtype))
     return OpRow(
         op=case.operator,
         case=case.name,
         dtype=_name(dtype),
         direction="forward+backward",
+        level=level_of(call),
         time_s=ours,
         torch_s=theirs,
         agree=error is None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from hasten.base.errors import InputError
 from hasten.base.facts import Facts
+from hasten.ops import native
 from hasten.train.screen import Screen
 
 _PROBE_TOKENS = 64
@@ -142,7 +143,11 @@ def explain(report: Mapping[str, Any], ratio: float, share: float, facts: Facts)
         answers.append(
             f"This processor multiplies in fp32 only ({facts.bf16_in_hardware.source}); bf16 gains nothing."
         )
-    answers.append("Native kernels are not part of this version: every operator runs its torch reference.")
+    kernels = native.state()
+    if kernels.level is None:
+        answers.append(f"No native kernel runs, every operator is torch code: {kernels.reason}.")
+    else:
+        answers.append(f"Native kernels are loaded ({kernels.reason}); operators without one are torch code.")
     return answers
 
 

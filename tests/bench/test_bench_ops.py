@@ -18,6 +18,7 @@ from hasten.base.errors import ConfigError
 from hasten.bench import ops
 from hasten.bench.command import bench
 from hasten.bench.report import Limits
+from hasten.ops import native
 from hasten.ops.cases import Case
 from hasten.train.screen import Screen
 
@@ -88,6 +89,17 @@ def test_every_field_is_documented():
             assert f"`{name}`" in text, name
 
 
+def test_the_level_is_that_of_the_kernel_that_ran():
+    case = next(case for case in ops.all_cases()["attention"] if case.grads and not case.benchmark)
+    args, kwargs = case.inputs(torch.float32)
+    both = ops._forward_backward(case, case.op, torch.float32)
+    for call in (lambda: case.op(*args, **kwargs), both):
+        assert ops.level_of(call) == (native.state().level or "torch")
+        with native.switched_off():
+            assert ops.level_of(call) == "torch"
+    assert ops.level_of(lambda: torch.sin(args[0])) == "torch"
+
+
 @pytest.mark.parametrize(
     "op", ["linear", "linear_group", "activation_linear", "norm_linear", "linear_cross_entropy"]
 )
@@ -111,11 +123,11 @@ def test_an_embedding_reads_the_rows_it_names_and_not_its_table():
 
 
 def test_the_table_fits_into_80_columns_and_names_every_row(measured):
-    got = measured(_case(name="1024x1536x49152-benchmark"))
+    got = measured(_case(name="1024x1536"))
     console = Console(width=80, file=io.StringIO())
     console.print(ops.render(got))
     text = console.file.getvalue()
-    for word in ("sine 1024x1536x49152-benchmark", "  float32 ", "  float32 + backward"):
+    for word in ("sine 1024x1536", "  float32 ", "  float32 + backward", " torch "):
         assert word in text
     assert "…" not in text
 
