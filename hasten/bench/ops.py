@@ -33,6 +33,7 @@ from hasten.ops.cases import Case, all_cases, check_backward, check_forward
 from hasten.train.screen import Screen
 from hasten.train.stop import Interrupted
 
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 TORCH = "torch"
 NATIVE = "hasten_cpu::"
 """What the names of native kernels begin with in torch's dispatcher."""
@@ -161,7 +162,7 @@ def render(report: OpsReport) -> RenderableType:
             above = (row.op, row.case)
             table.add_row(Text(f"{row.op} {row.case}", style="bold"))
         table.add_row(
-            f"  {row.dtype}{' + backward' if row.direction != 'forward' else ''}",
+            f"  {SHORT.get(row.dtype, row.dtype)}{' + backward' if row.direction != 'forward' else ''}",
             row.level,
             _duration(row.time_s),
             _duration(row.torch_s),

@@ -127,7 +127,7 @@ def test_the_table_fits_into_80_columns_and_names_every_row(measured):
     console = Console(width=80, file=io.StringIO())
     console.print(ops.render(got))
     text = console.file.getvalue()
-    for word in ("sine 1024x1536", "  float32 ", "  float32 + backward", " torch "):
+    for word in ("sine 1024x1536", "  fp32 ", "  fp32 + backward", " torch "):
         assert word in text
     assert "…" not in text
 
