@@ -152,7 +152,7 @@ def choose(cases: dict[str, list[Case]], op: str | None, case: str | None) -> li
 def render(report: OpsReport) -> RenderableType:
     """A table for a terminal, and the errors of the rows that do not agree."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("operator, case", overflow="fold")
+    table.add_column("operator, case", overflow="fold", min_width=18)
     table.add_column("level")
     for heading in ("hasten", "torch", "ratio", "GB/s", "GFLOP/s", "of limit"):
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
