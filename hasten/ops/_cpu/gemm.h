@@ -47,7 +47,7 @@ HASTEN_BF16_TARGET inline
                                                    bool add) {
     VF acc[MR][NV];
     for (int m = 0; m < MR; m++)
-        for (int n = 0; n < NV; n++) acc[m][n] = add ? load(C + m * ldc + n * W) : VF{};
+        for (int n = 0; n < NV; n++) acc[m][n] = VF{};
     for (int64_t k = 0; k < K; k++) {
         VU b[NV];
         for (int n = 0; n < NV; n++) std::memcpy(&b[n], B + k * ldb + n * W, sizeof(VU));
@@ -57,8 +57,13 @@ HASTEN_BF16_TARGET inline
             for (int n = 0; n < NV; n++)
                 acc[m][n] = Unit::multiply_add(acc[m][n], A + m * a_m + k * a_k, b[n]);
     }
+    // What was there is added to the whole block at the end: the rounding errors of a long sum grow with the
+    // number of blocks, not of terms.
     for (int m = 0; m < MR; m++)
-        for (int n = 0; n < NV; n++) store(C + m * ldc + n * W, acc[m][n]);
+        for (int n = 0; n < NV; n++) {
+            float* c = C + m * ldc + n * W;
+            store(c, add ? load(c) + acc[m][n] : acc[m][n]);
+        }
 }
 
 template <class Unit, int NV>
