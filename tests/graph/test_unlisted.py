@@ -32,8 +32,8 @@ OPERATORS: dict[str, dict[str, int]] = {
     "gemma": DECODER,
     "glm4": DECODER | {"rms_norm": 2},
     # One norm before projections with and without bias.
-    "gptj": DECODER | {"norm_linear": 0, "layer_norm": 1, "linear_group": 1},
-    "codegen": DECODER | {"norm_linear": 0, "layer_norm": 1},
+    "gptj": DECODER | {"norm_linear": 1},
+    "codegen": DECODER | {"norm_linear": 1},
     "falcon": DECODER,
     # ALiBi written with an expanded bias; the attention itself is not recognised.
     "mpt": PLAIN | {"attention": 0},
