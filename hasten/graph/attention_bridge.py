@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -264,10 +266,9 @@ class AttentionDoor:
 
 def _computes_with_masks(root: nn.Module) -> str:
     """The class of a layer whose code does more with its mask than hand it on: it needs the dense one."""
-    layers = (module for block in repeated_blocks(root) for module in block.modules())
-    for kind in dict.fromkeys(type(module) for module in layers):
-        if kind.__module__.startswith("torch."):
-            continue
+    present = (type(module) for block in repeated_blocks(root) for module in block.modules())
+    kinds = [kind for kind in dict.fromkeys(present) if not kind.__module__.startswith("torch.")]
+    for kind in dict.fromkeys([*kinds, *(later for kind in kinds for later in _made_later(kind))]):
         try:
             source = inspect.getsource(kind)
         except (OSError, TypeError):  # made without a source file
@@ -275,6 +276,17 @@ def _computes_with_masks(root: nn.Module) -> str:
         if _MASK_WORK.search(source) or (_MASK_SUM.search(source) and _REGISTRY not in source):
             return kind.__name__
     return ""
+
+
+def _made_later(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """Module classes that the methods of `kind` name: some models put another attention in during a forward."""
+    scope = vars(sys.modules.get(kind.__module__, object))
+    for name, method in vars(kind).items():
+        code = getattr(method, "__code__", None)
+        for used in code.co_names if code is not None and name != "__init__" else ():
+            found = scope.get(used)
+            if isinstance(found, type) and issubclass(found, nn.Module) and found.__module__ == kind.__module__:
+                yield found
 
 
 def transformers_roots(model: nn.Module) -> list[Any]:

@@ -5,7 +5,7 @@ times.
 |---|---|---|
 | 0 | spelling rules | the canonical form |
 | 1 | user's rules, then the built-in rules | one spelling |
-| 1 | linear + activation | activations |
+| 1 | the part of a head that is not turned, linear + activation | rotary, activations |
 | 2 | norm + projections, projections together, activation + projection | level 1's operators |
 | 2 | residual + norm, narrow results | the passes above, which take their share first |
 | 3 | fold constants | all the rest, so that only what nobody fused is folded |
@@ -33,6 +33,7 @@ from hasten.graph.layer_passes import (
     residual_into_norm,
 )
 from hasten.graph.nodes import prune
+from hasten.graph.rotary_rules import partial_rotary
 from hasten.graph.rulebook import BUILTIN
 from hasten.graph.rules import Applied, Rule, apply_rule
 
@@ -54,6 +55,7 @@ class PassLog:
 
 
 _STRUCTURAL: tuple[tuple[int, Pass], ...] = (
+    (1, partial_rotary),
     (1, linear_with_activation),
     (2, norm_into_linears),
     (2, group_projections),
