@@ -268,7 +268,8 @@ def _computes_with_masks(root: nn.Module) -> str:
     """The class of a layer whose code does more with its mask than hand it on: it needs the dense one."""
     present = (type(module) for block in repeated_blocks(root) for module in block.modules())
     kinds = [kind for kind in dict.fromkeys(present) if not kind.__module__.startswith("torch.")]
-    for kind in dict.fromkeys([*kinds, *(later for kind in kinds for later in _made_later(kind))]):
+    later = [other for kind in kinds for other in _made_later(kind)]
+    for kind in dict.fromkeys([*kinds, *later]):
         try:
             source = inspect.getsource(kind)
         except (OSError, TypeError):  # made without a source file
@@ -279,13 +280,18 @@ def _computes_with_masks(root: nn.Module) -> str:
 
 
 def _made_later(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    """Module classes that the methods of `kind` name: some models put another attention in during a forward."""
-    scope = vars(sys.modules.get(kind.__module__, object))
+    """Module classes that methods of `kind` name: some models put another attention in during a forward."""
+    own = kind.__module__
+    scope = vars(sys.modules.get(own, object))
     for name, method in vars(kind).items():
         code = getattr(method, "__code__", None)
         for used in code.co_names if code is not None and name != "__init__" else ():
             found = scope.get(used)
-            if isinstance(found, type) and issubclass(found, nn.Module) and found.__module__ == kind.__module__:
+            if (
+                isinstance(found, type)
+                and issubclass(found, nn.Module)
+                and found.__module__ == kind.__module__
+            ):
                 yield found
 
 

@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from hasten.graph.nodes import aten, call, full_args, is_call, rank_of, replace, same_shape, same_size, shape_of, value
+from hasten.graph.nodes import (
+    aten,
+    call,
+    full_args,
+    is_call,
+    rank_of,
+    replace,
+    same_shape,
+    same_size,
+    shape_of,
+    value,
+)
 
 _END = 2**63 - 1
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.tensor_split.sections, aten.chunk.default)
@@ -82,7 +93,8 @@ def _halves(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     source, index = found
     chunk = next(
-        (u for u in source.users if is_call(u, aten.chunk.default) and u.args[1:] == (2, -1) and u < node), None
+        (u for u in source.users if is_call(u, aten.chunk.default) and u.args[1:] == (2, -1) and u < node),
+        None,
     )
     with graph.inserting_before(node):
         if chunk is None:
@@ -150,7 +162,9 @@ def _turned(graph: fx.Graph, node: fx.Node) -> bool:
         pieces, dim = full_args(node)
         if len(pieces) != 2 or dim not in (-1, rank_of(node) - 1):
             return False
-        function, of = (rotate_half, _half) if is_call(pieces[0], aten.neg.default) else (rotate_half_back, _half)
+        function, of = (
+            (rotate_half, _half) if is_call(pieces[0], aten.neg.default) else (rotate_half_back, _half)
+        )
     elif is_call(node, interleave):
         pieces, function, of = node.args, rotate_pairs, _every_second
     else:

@@ -23,6 +23,7 @@ from hasten.graph.nodes import (
     shape_of,
 )
 
+
 def _drop_no_op(graph: fx.Graph, node: fx.Node) -> bool:
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
@@ -266,9 +267,8 @@ def _is_fresh(node: Any) -> bool:
 
 def _merge_views(graph: fx.Graph, node: fx.Node) -> bool:
     """view(view(x)) back to the shape of x -> x."""
-    if not is_call(node, aten.view.default, aten.reshape.default) or not is_call(
-        node.args[0], aten.view.default, aten.reshape.default
-    ):
+    merging = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
+    if not is_call(node, *merging) or not is_call(node.args[0], *merging):
         return False
     origin = node.args[0].args[0]  # type: ignore[union-attr]
     if not same_shape(node, origin):  # type: ignore[arg-type]

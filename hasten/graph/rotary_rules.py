@@ -108,9 +108,7 @@ def _heads_dim(table: Any, x_shape: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _condition(
-    context: Context, table: str = "cos", half_width: bool = False, turned: str = "x"
-) -> str:
+def _condition(context: Context, table: str = "cos", half_width: bool = False, turned: str = "x") -> str:
     x = context.shape(turned)
     if _heads_dim(context.match.inputs[table], x) is None:
         return f"rotary: cos {context.shape(table)} does not tell heads from positions of x {x}"

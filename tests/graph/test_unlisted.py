@@ -35,13 +35,12 @@ OPERATORS: dict[str, dict[str, int]] = {
     "gptj": DECODER | {"norm_linear": 1},
     "codegen": DECODER | {"norm_linear": 1},
     "falcon": DECODER,
-    # ALiBi written with an expanded bias; the attention itself is not recognised.
-    "mpt": PLAIN | {"attention": 0},
+    "mpt": PLAIN,
     "t5_encoder": {name: 2 * count for name, count in PLAIN.items()},  # the first layer has the position bias
     "distilbert": POST_NORM,
     "roberta": POST_NORM,
-    # Three terms of content and position: no plain attention.
-    "deberta": {"linear_group": 2, "add_layer_norm": 2, "activation_linear": 1},
+    # Two terms of content and position are its bias; their projections are the second group.
+    "deberta": POST_NORM | {"linear_group": 2},
     "vit": PLAIN,
     "llama_bias": DECODER,
     "qwen2_moe": MIXTURE | {"linear_group": 1, "activation_linear": 1},

@@ -29,9 +29,7 @@ def products(
 ) -> list[Tensor]:
     """[x W_i^T + b_i]; x is cast once. `biases` belong to the first weights; those behind them have none."""
     x = x.to(compute)
-    return [
-        product(x, weight, bias, compute) for weight, bias in zip_longest(weights, biases)
-    ]
+    return [product(x, weight, bias, compute) for weight, bias in zip_longest(weights, biases)]
 
 
 def input_gradient(

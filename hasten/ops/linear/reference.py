@@ -29,9 +29,7 @@ def linear_group(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], compute: torch.dtype | None = None
 ) -> list[Tensor]:
     """[x W_i^T + b_i]: several projections of one input; where biases end or are None, there is none."""
-    return [
-        linear(x, weight, bias, "identity", compute) for weight, bias in zip_longest(weights, biases)
-    ]
+    return [linear(x, weight, bias, "identity", compute) for weight, bias in zip_longest(weights, biases)]
 
 
 def activation_linear(
