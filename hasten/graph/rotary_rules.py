@@ -7,6 +7,7 @@ The model's own cos and sin are used, in the layout in which it holds them: of t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,10 +27,12 @@ from hasten.graph.nodes import (
     replace,
     same_size,
     shape_of,
+    value,
 )
 from hasten.graph.rules import Applied, Context, Rule
 
 hasten_ops = torch.ops.hasten
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 _Pattern = Callable[..., torch.Tensor]
 
 
@@ -245,27 +248,27 @@ def _behind_transpose(node: Any) -> tuple[Any, bool]:
 
 
 def _first_and_rest(first: Any, rest: Any) -> fx.Node | None:
-    """x if `first` and `rest` are x[..., :R] and x[..., R:]."""
-    cuts = []
-    for piece in (first, rest):
-        if not is_call(piece, aten.slice.Tensor):
-            return _split_in_two(first, rest)
-        source, dim, start, end, step = full_args(piece)
-        width = shape_of(source)[-1]
-        plain = isinstance(width, int) and isinstance(start, int | None) and isinstance(end, int | None)
-        if dim != -1 or step != 1 or not plain:
-            return None
-        cuts.append((source, start or 0, width if end is None else min(end, width)))
+    """x if `first` and `rest` are x[..., :R] and x[..., R:], sliced or split."""
+    cuts = (_cut(first), _cut(rest))
+    if cuts[0] is None or cuts[1] is None:
+        return None
     (source, begin, middle), (other, second, last) = cuts
     whole = begin == 0 and middle == second and last == shape_of(source)[-1]
     return source if source is other and whole else None
 
 
-def _split_in_two(first: Any, rest: Any) -> fx.Node | None:
-    pieces = [node.args[0] if getattr(node, "args", ()) else None for node in (first, rest)]
-    if pieces[0] is not pieces[1] or [getattr(n, "args", (0, 0))[1:] for n in (first, rest)] != [(0,), (1,)]:
+def _cut(piece: Any) -> tuple[fx.Node, int, int] | None:
+    """(x, begin, end) if `piece` is x[..., begin:end] of a last dim of known size."""
+    if is_call(piece, operator.getitem) and is_call(piece.args[0], *_SPLITS):
+        source, dim = piece.args[0].args[0], full_args(piece.args[0])[2]
+        sizes = [part.shape[-1] for part in value(piece.args[0])]
+        start, end, step = sum(sizes[: piece.args[1]]), sum(sizes[: piece.args[1] + 1]), 1
+    elif is_call(piece, aten.slice.Tensor):
+        source, dim, start, end, step = full_args(piece)
+    else:
         return None
-    split = pieces[0]
-    if not is_call(split, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
+    width = shape_of(source)[-1]
+    if dim != -1 or step != 1 or not isinstance(width, int):
         return None
-    return split.args[0] if full_args(split)[2] == -1 else None
+    start, end = 0 if start is None else start, width if end is None else end
+    return (source, start, min(end, width)) if isinstance(start, int) and isinstance(end, int) else None
