@@ -163,13 +163,13 @@ def mask_forward(
             batch_size=batch_size,
             q_length=count,
             kv_length=kv_length,
-            q_offset=q_offset + start,
+            q_offset=q_offset + start,  # type: ignore[arg-type]  # a tensor with a static cache
             kv_offset=kv_offset,
             mask_function=function,
             attention_mask=attention_mask,
             **dense,
         )
-        return mask.expand(batch_size, -1, -1, -1)
+        return mask.expand(batch_size, -1, -1, -1)  # type: ignore[union-attr]  # None only where a skip is allowed
 
     if torch.compiler.is_compiling() or transforming():
         return rows(0, q_length)

@@ -233,9 +233,10 @@ def _out_of_place(graph: fx.Graph, node: fx.Node) -> bool:
         written != [0]
         or pure is None
         or torch.Tag.pointwise not in pure.tags
+        or not isinstance(source, fx.Node)
         or not _is_fresh(source)
         or set(source.users) != {node}
-    ):  # type: ignore[union-attr]
+    ):
         return False
     with graph.inserting_before(node):
         new = call(graph, pure, *node.args, **node.kwargs)

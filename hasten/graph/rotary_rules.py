@@ -192,6 +192,9 @@ def rotaries() -> Iterator[Rule]:
     def examples(x_dtype: torch.dtype, width: int) -> Sequence[torch.Tensor]:
         return [_rand(2, 3, 5, 8, dtype=x_dtype), _rand(2, 1, 5, width), _rand(2, 1, 5, width)]
 
+    def complex_examples(x_dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        return [_rand(2, 3, 5, 8, dtype=x_dtype), _rand(2, 1, 5, 4, dtype=torch.complex64)]
+
     def parts() -> Sequence[torch.Tensor]:
         return [_rand(2, 3, 5, 4), _rand(2, 3, 5, 4), _rand(2, 1, 5, 4), _rand(2, 1, 5, 4)]
 
@@ -205,7 +208,7 @@ def rotaries() -> Iterator[Rule]:
             )  # fmt: skip
         yield Rule(
             "rotary", _complex, _from_complex,
-            lambda d=x_dtype: [_rand(2, 3, 5, 8, dtype=d), _rand(2, 1, 5, 4, dtype=torch.complex64)], 1,
+            functools.partial(complex_examples, x_dtype), 1,
             reason + " as complex numbers", functools.partial(_condition, table="angles", half_width=True),
         )  # fmt: skip
     yield Rule(
@@ -249,10 +252,10 @@ def _behind_transpose(node: Any) -> tuple[Any, bool]:
 
 def _first_and_rest(first: Any, rest: Any) -> fx.Node | None:
     """x if `first` and `rest` are x[..., :R] and x[..., R:], sliced or split."""
-    cuts = (_cut(first), _cut(rest))
-    if cuts[0] is None or cuts[1] is None:
+    before, behind = _cut(first), _cut(rest)
+    if before is None or behind is None:
         return None
-    (source, begin, middle), (other, second, last) = cuts
+    (source, begin, middle), (other, second, last) = before, behind
     whole = begin == 0 and middle == second and last == shape_of(source)[-1]
     return source if source is other and whole else None
 

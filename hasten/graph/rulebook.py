@@ -7,6 +7,7 @@ operators of level 1: see `hasten/graph/layer_passes.py`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -138,6 +139,10 @@ def _weight_condition(context: Context) -> str:
     return ""
 
 
+def _norm_examples(x_dtype: torch.dtype, *parameters: torch.dtype) -> Sequence[torch.Tensor]:
+    return [_rand(2, 3, 8, dtype=x_dtype), *(_rand(8, dtype=dtype) for dtype in parameters)]
+
+
 def _norms() -> Iterator[Rule]:
     # The most particular first: in the others `weight` would match `1 + weight` as a whole.
     spellings = [
@@ -151,13 +156,13 @@ def _norms() -> Iterator[Rule]:
     for (pattern, offset, round_first), x_dtype, w_dtype in itertools.product(spellings, dtypes, dtypes):
         yield Rule(
             "rms_norm", pattern, _rms_replacement(offset, round_first),
-            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
+            functools.partial(_norm_examples, x_dtype, w_dtype), 1,
             "RMSNorm (Zhang & Sennrich 2019) in fp32, rounded where the model rounds", _weight_condition,
         )  # fmt: skip
     for x_dtype in dtypes:
         yield Rule(
             "rms_norm", _rms_plain, _rms_replacement(0.0, False),
-            lambda a=x_dtype: [_rand(2, 3, 8, dtype=a)], 1,
+            functools.partial(_norm_examples, x_dtype), 1,
             "RMSNorm without a weight", _weight_condition,
         )  # fmt: skip
 
@@ -190,12 +195,12 @@ def _norms() -> Iterator[Rule]:
     for x_dtype, w_dtype in itertools.product(dtypes, dtypes):
         yield Rule(
             "layer_norm", _layer_written_out_bias, to_layer_norm,
-            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b), _rand(8, dtype=b)], 1,
+            functools.partial(_norm_examples, x_dtype, w_dtype, w_dtype), 1,
             reason, _weight_condition,
         )  # fmt: skip
         yield Rule(
             "layer_norm", _layer_written_out, to_layer_norm,
-            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
+            functools.partial(_norm_examples, x_dtype, w_dtype), 1,
             reason, _weight_condition,
         )  # fmt: skip
     yield Rule("layer_norm", layer, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8), _rand(8)], 1, reason)
