@@ -116,7 +116,7 @@ def _read_scores(node: Any, found: _Found) -> bool:
     """Follows the scores back to the product of queries and keys; the steps come out in order."""
     if not isinstance(node, fx.Node):
         return False
-    before, steps = len(found.covered), len(found.steps)
+    before, steps, heads = len(found.covered), len(found.steps), found.heads
     found.covered.append(node)
     args = full_args(node) if node.op == "call_function" else []
     inner: list[tuple[Any, tuple[str, Any] | None]] = []
@@ -159,6 +159,7 @@ def _read_scores(node: Any, found: _Found) -> bool:
                 found.steps.append(step)
             return True
         del found.covered[before + 1 :], found.steps[steps:]
+        found.heads = heads
     return False
 
 
@@ -251,7 +252,7 @@ def _rewrite(graph: fx.Graph, found: _Found) -> None:
             bias = term if bias is None else call(graph, aten.add.Tensor, bias, term)
     _check_inputs(q, k, v)
     bias = _full_bias(graph, bias, q, k)
-    if hidden is not None and rank_of(hidden) == 4:
+    if hidden is not None:
         # A row whose scores are all filled spreads evenly over the values and gives queries and keys no
         # gradient: so does a query of zeros.
         row = call(graph, aten.all.dim, hidden, -1, True)

@@ -81,11 +81,15 @@ def _unify_cast(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 _DIM_ARGUMENTS = {"dim", "dim0", "dim1"}
+# Their dims are counted in the result, which has more of them than the source.
+_DIMS_OF_THE_RESULT = (
+    aten.unsqueeze.default, aten.unsqueeze_.default, aten.stack.default, aten.diag_embed.default,
+)  # fmt: skip
 
 
 def _negative_dims(graph: fx.Graph, node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if schema is None or node.target in (aten.unsqueeze.default, aten.stack.default):
+    if schema is None or is_call(node, *_DIMS_OF_THE_RESULT):
         return False
     source = node.args[0] if node.args else None
     if isinstance(source, (list, tuple)):

@@ -92,11 +92,13 @@ def _wide(pattern: _Pattern) -> _Pattern:
 def _heads_dim(table: Any, x_shape: tuple[Any, ...]) -> int | None:
     """Which dim of x [.., .., .., D] the table spreads over as the heads: 1 for [B,1,S,R], 2 for [B,S,1,R].
 
-    None where it cannot be told. A table without a batch ([S,R], [1,S,R], [S,1,R]) is told by its place too.
+    None where it cannot be told. A table without a batch ([S,R], [1,S,R], [S,1,R]) is told by its place too;
+    x without one ([S,H,D], of vision towers) counts as a batch of one.
     """
     sizes = shape_of(table)
-    if len(x_shape) != 4 or not 2 <= len(sizes) <= 4:
+    if len(x_shape) not in (3, 4) or not 2 <= len(sizes) <= 4:
         return None
+    x_shape = (1,) * (4 - len(x_shape)) + x_shape
     padded = (1,) * (4 - len(sizes)) + sizes
     ones = [d for d in (1, 2) if padded[d] == 1 and x_shape[d] != 1]
     if len(ones) == 1:
@@ -131,6 +133,8 @@ def _without_heads(table: Any, dim: int) -> Any:
 
 
 def _apply(x: Any, cos: Any, sin: Any, dim: int, interleaved: bool, dtype: torch.dtype | None) -> Any:
+    if rank_of(x.node) == 3:
+        return aten.squeeze.dim(_apply(aten.unsqueeze.default(x, 0), cos, sin, dim, interleaved, dtype), 0)
     if dim == 1:
         return hasten_ops.rotary(x, cos, sin, interleaved, dtype)
     turned = hasten_ops.rotary(aten.transpose.int(x, 1, 2), cos, sin, interleaved, dtype)

@@ -201,6 +201,12 @@ def test_dims_are_counted_from_the_end() -> None:
     assert [a[1] for a in dims] == [-1, -3, [-2]]
 
 
+def test_dims_of_the_result_stay() -> None:
+    canonical(lambda x: x.exp().unsqueeze_(1), X)
+    canonical(lambda x: torch.diag_embed(x, 0, 0, 2), X)
+    canonical(lambda x: torch.stack([x, x.exp()], 1), X)
+
+
 def test_what_depends_on_weights_alone_comes_first() -> None:
     _, names = canonical(lambda x, w: F.linear(x.exp(), 1.0 + w), X, W)
     assert names == ["add", "exp", "linear"]

@@ -116,6 +116,10 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "half tables, strided": (strided, [X, *HALF]),
     "half tables, pairs of a view": (viewed_as_pairs, [X, *HALF]),
     "half tables, pairs put apart": (apart, [X, *HALF]),
+    "one sequence without a batch": (
+        lambda x, cos, sin: whole(x, cos[0], sin[0]),
+        [X_BSHD[0], *WHOLE],
+    ),
     "whole tables": (whole, [X, *WHOLE]),
     "whole tables, pairs": (pairs, [X, *TWICE]),
     "whole tables, the opposite angle": (opposite_whole, [X, *WHOLE]),
