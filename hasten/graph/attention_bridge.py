@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -161,13 +163,13 @@ def mask_forward(
             batch_size=batch_size,
             q_length=count,
             kv_length=kv_length,
-            q_offset=q_offset + start,
+            q_offset=q_offset + start,  # type: ignore[arg-type]  # a tensor with a static cache
             kv_offset=kv_offset,
             mask_function=function,
             attention_mask=attention_mask,
             **dense,
         )
-        return mask.expand(batch_size, -1, -1, -1)
+        return mask.expand(batch_size, -1, -1, -1)  # type: ignore[union-attr]  # None only where a skip is allowed
 
     if torch.compiler.is_compiling() or transforming():
         return rows(0, q_length)
@@ -264,10 +266,10 @@ class AttentionDoor:
 
 def _computes_with_masks(root: nn.Module) -> str:
     """The class of a layer whose code does more with its mask than hand it on: it needs the dense one."""
-    layers = (module for block in repeated_blocks(root) for module in block.modules())
-    for kind in dict.fromkeys(type(module) for module in layers):
-        if kind.__module__.startswith("torch."):
-            continue
+    present = (type(module) for block in repeated_blocks(root) for module in block.modules())
+    kinds = [kind for kind in dict.fromkeys(present) if not kind.__module__.startswith("torch.")]
+    later = [other for kind in kinds for other in _made_later(kind)]
+    for kind in dict.fromkeys([*kinds, *later]):
         try:
             source = inspect.getsource(kind)
         except (OSError, TypeError):  # made without a source file
@@ -275,6 +277,22 @@ def _computes_with_masks(root: nn.Module) -> str:
         if _MASK_WORK.search(source) or (_MASK_SUM.search(source) and _REGISTRY not in source):
             return kind.__name__
     return ""
+
+
+def _made_later(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """Module classes that methods of `kind` name: some models put another attention in during a forward."""
+    own = kind.__module__
+    scope = vars(sys.modules.get(own, object))
+    for name, method in vars(kind).items():
+        code = getattr(method, "__code__", None)
+        for used in code.co_names if code is not None and name != "__init__" else ():
+            found = scope.get(used)
+            if (
+                isinstance(found, type)
+                and issubclass(found, nn.Module)
+                and found.__module__ == kind.__module__
+            ):
+                yield found
 
 
 def transformers_roots(model: nn.Module) -> list[Any]:

@@ -11,7 +11,7 @@ caller's autocast. Then spellings are unified:
 | non-negative dims | negative dims |
 | `x*x`, `square` | `pow(x, 2)` |
 | `1/sqrt(v)`, `v**-0.5`, `y/sqrt(v)` | `rsqrt(v)`, `y*rsqrt(v)` |
-| `cat(-x2, x1)`; `stack(-x_odd, x_even).flatten` | `rotate_half(x)`; `rotate_pairs(x)` |
+| halves, pairs and their turns | see `canonical_rotary.py` |
 | `addmm`, `matmul(x, W^T)`, linear between views that flatten leading dims | one `aten.linear` |
 | linear of a tensor whose leading dims are swapped | the linear, then the swap |
 | a pointwise in-place operator on a new tensor that nobody else sees | its out-of-place form |
@@ -52,7 +52,7 @@ def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
     """An ATen graph of `function` on fake `examples` (fake tensors, symbolic ints or plain values).
 
     Raises:
-        CaptureError: if the function cannot be traced.
+        CaptureError: if the function cannot be traced, or reads the memory of a tensor past autograd.
     """
     mode = next((e.fake_mode for e in examples if isinstance(e, FakeTensor)), None)
     try:
@@ -64,8 +64,16 @@ def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
         raise CaptureError(
             f"cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         ) from error
+    _refuse_hidden_inputs(module.graph)
     _annotate_all(module.graph)
     return module
+
+
+def _refuse_hidden_inputs(graph: fx.Graph) -> None:
+    """`x.data` reaches the tracer as a constant without values: the graph would not depend on x any more."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(_attribute(node), FakeTensor):
+            raise CaptureError("cannot be traced: reads the .data of a tensor, which no graph can follow")
 
 
 @contextlib.contextmanager

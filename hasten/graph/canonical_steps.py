@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from hasten.graph.canonical_rotary import ROTARY_STEPS
 from hasten.graph.nodes import (
     aten,
     call,
@@ -21,21 +21,7 @@ from hasten.graph.nodes import (
     same_shape,
     same_size,
     shape_of,
-    value,
 )
-
-_END = 2**63 - 1
-
-
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """`cat(-x2, x1)` for the halves of the last dim: half-split rotary (GPT-NeoX order)."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((-x2, x1), dim=-1)
-
-
-def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
-    """`(-x[2i+1], x[2i])` for the pairs of the last dim: interleaved rotary (GPT-J order)."""
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 def _drop_no_op(graph: fx.Graph, node: fx.Node) -> bool:
@@ -95,11 +81,15 @@ def _unify_cast(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 _DIM_ARGUMENTS = {"dim", "dim0", "dim1"}
+# Their dims are counted in the result, which has more of them than the source.
+_DIMS_OF_THE_RESULT = (
+    aten.unsqueeze.default, aten.unsqueeze_.default, aten.stack.default, aten.diag_embed.default,
+)  # fmt: skip
 
 
 def _negative_dims(graph: fx.Graph, node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if schema is None or node.target in (aten.unsqueeze.default, aten.stack.default):
+    if schema is None or is_call(node, *_DIMS_OF_THE_RESULT):
         return False
     source = node.args[0] if node.args else None
     if isinstance(source, (list, tuple)):
@@ -146,102 +136,6 @@ def _rsqrt(graph: fx.Graph, node: fx.Node) -> bool:
         elif numerator not in (None, 1, 1.0):
             return False
         replace(node, new)
-    return True
-
-
-def _half(node: Any, source: fx.Node | None = None) -> tuple[fx.Node, int] | None:
-    """(source, 0 or 1) if `node` is the first or second half of the last dim of `source`."""
-    if is_call(node, operator.getitem):
-        pieces = node.args[0]
-        if is_call(
-            pieces,
-            aten.chunk.default,
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-            aten.tensor_split.sections,
-        ):
-            sizes, last = value(pieces), full_args(pieces)[2]
-            if len(sizes) == 2 and last == -1 and same_size(sizes[0].shape[-1], sizes[1].shape[-1]):
-                return pieces.args[0], node.args[1]
-        return None
-    if not is_call(node, aten.slice.Tensor):
-        return None
-    origin, dim, start, end, step = full_args(node)
-    width = shape_of(origin)[-1]
-    if dim not in (-1, rank_of(origin) - 1) or step != 1 or not isinstance(width, int) or width % 2:
-        return None
-    start, end = start or 0, width if end is None or end >= width else end
-    if (start, end) == (0, width // 2):
-        return origin, 0
-    if (start, end) == (width // 2, width):
-        return origin, 1
-    return None
-
-
-def _rotate_half(graph: fx.Graph, node: fx.Node) -> bool:
-    if (
-        not is_call(node, aten.cat.default)
-        or len(node.args[0]) != 2
-        or full_args(node)[1] not in (-1, rank_of(node) - 1)
-    ):  # type: ignore[arg-type]
-        return False
-    negated, first = node.args[0]  # type: ignore[misc]
-    if not is_call(negated, aten.neg.default):
-        return False
-    low, high = _half(first), _half(negated.args[0])
-    if low is None or high is None or low[0] is not high[0] or (low[1], high[1]) != (0, 1):
-        return False
-    with graph.inserting_before(node):
-        replace(node, call(graph, rotate_half, low[0]))
-    return True
-
-
-def _stride_two(node: Any) -> tuple[fx.Node, int] | None:
-    """(source, 0 or 1) if `node` is every second element of the last dim of `source`."""
-    if is_call(node, aten.select.int):  # x.view(..., -1, 2)[..., i]
-        origin, dim, index = node.args
-        if (
-            dim in (-1, rank_of(origin) - 1)
-            and shape_of(origin)[-1] == 2
-            and is_call(origin, aten.view.default, aten.reshape.default)
-        ):
-            base = origin.args[0]
-            if rank_of(base) == rank_of(origin) - 1 and all(
-                map(same_size, shape_of(base)[:-1], shape_of(origin)[:-2])
-            ):
-                return base, index
-    if is_call(node, aten.slice.Tensor):
-        origin, dim, start, end, step = full_args(node)
-        if dim in (-1, rank_of(origin) - 1) and step == 2 and (end is None or end == _END):
-            return origin, start or 0
-    return None
-
-
-def _rotate_pairs(graph: fx.Graph, node: fx.Node) -> bool:
-    """`stack((-x_odd, x_even), -1)` then flattened back to the shape of x."""
-    if not is_call(node, aten.view.default, aten.reshape.default, aten.flatten.using_ints):
-        return False
-    stack = node.args[0]
-    if (
-        not is_call(stack, aten.stack.default)
-        or len(stack.args[0]) != 2
-        or full_args(stack)[1] not in (-1, rank_of(stack) - 1)
-    ):  # type: ignore[union-attr,arg-type]
-        return False
-    negated, even = stack.args[0]  # type: ignore[union-attr,misc]
-    if not is_call(negated, aten.neg.default):
-        return False
-    low, high = _stride_two(even), _stride_two(negated.args[0])
-    if (
-        low is None
-        or high is None
-        or low[0] is not high[0]
-        or (low[1], high[1]) != (0, 1)
-        or not same_shape(low[0], node)
-    ):
-        return False
-    with graph.inserting_before(node):
-        replace(node, call(graph, rotate_pairs, low[0]))
     return True
 
 
@@ -320,6 +214,8 @@ def _linear_through_transpose(graph: fx.Graph, node: fx.Node) -> bool:
     rank = rank_of(node)
     if rank < 3 or rank - 1 in {d % rank for d in dims}:  # type: ignore[operator]
         return False
+    if any(is_call(other, aten.as_strided.default) for other in graph.nodes):
+        return False  # it counts in memory, whose order the swap would change
     with graph.inserting_before(node):
         product = call(graph, aten.linear.default, source, *full_args(node)[1:])
         replace(node, call(graph, aten.transpose.int, product, *dims))
@@ -341,9 +237,10 @@ def _out_of_place(graph: fx.Graph, node: fx.Node) -> bool:
         written != [0]
         or pure is None
         or torch.Tag.pointwise not in pure.tags
+        or not isinstance(source, fx.Node)
         or not _is_fresh(source)
         or set(source.users) != {node}
-    ):  # type: ignore[union-attr]
+    ):
         return False
     with graph.inserting_before(node):
         new = call(graph, pure, *node.args, **node.kwargs)
@@ -356,9 +253,16 @@ def _out_of_place(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _is_fresh(node: Any) -> bool:
-    """Whether `node` has a storage of its own: its schema returns no alias and it is no composite."""
+    """Whether nothing else sees the storage of `node`: it is new, or all of something new in another order.
+
+    An operator makes a new one if its schema returns no alias and it is no composite.
+    """
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if is_call(node, aten.linear.default):  # a composite, but never a view
+        return True
+    if is_call(node, aten.transpose.int, aten.view.default, aten.permute.default):
+        return set(node.args[0].users) == {node} and _is_fresh(node.args[0])  # type: ignore[union-attr]
     returned = node.target._schema.returns
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         node.target.name(), "CompositeImplicitAutograd"
@@ -368,9 +272,8 @@ def _is_fresh(node: Any) -> bool:
 
 def _merge_views(graph: fx.Graph, node: fx.Node) -> bool:
     """view(view(x)) back to the shape of x -> x."""
-    if not is_call(node, aten.view.default, aten.reshape.default) or not is_call(
-        node.args[0], aten.view.default, aten.reshape.default
-    ):
+    merging = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
+    if not is_call(node, *merging) or not is_call(node.args[0], *merging):
         return False
     origin = node.args[0].args[0]  # type: ignore[union-attr]
     if not same_shape(node, origin):  # type: ignore[arg-type]
@@ -385,8 +288,7 @@ STEPS = (
     _drop_no_op,
     _square,
     _rsqrt,
-    _rotate_half,
-    _rotate_pairs,
+    *ROTARY_STEPS,
     _linear,
     _linear_through_view,
     _linear_through_transpose,

@@ -100,25 +100,17 @@ def activation_into_linear(graph: fx.Graph, autocast: torch.dtype | None) -> App
     return done
 
 
-def _biases(linears: list[fx.Node]) -> list[fx.Node] | None:
-    """All biases, or none; None where some projections have one and others not."""
-    found = [full_args(node)[2] for node in linears]
-    if all(b is None for b in found):
-        return []
-    return None if any(b is None for b in found) else found
+def _biased_first(linears: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """(projections, weights, biases), the projections with a bias first: as the operators take them."""
+    ordered = sorted(linears, key=lambda node: full_args(node)[2] is None)
+    weights = [full_args(node)[1] for node in ordered]
+    return ordered, weights, [b for node in ordered if (b := full_args(node)[2]) is not None]
 
 
 def _weights_first(linears: list[fx.Node], place: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether all weights and biases exist before `place`."""
     needed = [a for node in linears for a in full_args(node)[1:3] if isinstance(a, fx.Node)]
     return all(order[a] < order[place] for a in needed)
-
-
-def _grouped(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Projections of one input, split by whether they have a bias."""
-    with_bias = [n for n in nodes if full_args(n)[2] is not None]
-    without = [n for n in nodes if full_args(n)[2] is None]
-    return [group for group in (with_bias, without) if group]
 
 
 def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
@@ -142,10 +134,6 @@ def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
             continue
         order, segment = _order(graph), segments(graph)
         linears.sort(key=order.__getitem__)
-        biases = _biases(linears)
-        if biases is None:
-            done.declined.append("some projections of the norm have a bias and others not")
-            continue
         place = linears[0]
         if not _weights_first(linears, place, order) or len({segment[n] for n in (node, *linears)}) > 1:
             done.declined.append("a weight of a later projection is computed after the first one")
@@ -167,7 +155,7 @@ def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
             _weights_first(linears, source, order) and all(order[a] < order[source] for a in own_weights)
         ):
             x, residual = source, None
-        weights = [full_args(n)[1] for n in linears]
+        linears, weights, biases = _biased_first(linears)
         with graph.inserting_before(place if residual is None else source):
             norm = (kind, weight, norm_bias, eps, offset, round_first)
             fused = call(graph, hops.norm_linear.default, x, residual, *norm, weights, biases)
@@ -249,22 +237,19 @@ def group_projections(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
             continue
         order, segment = _order(graph), segments(graph)
         linears.sort(key=order.__getitem__)
-        for group in _grouped(linears):
-            if len(group) < 2:
-                continue
-            if (
-                source in mutated
-                or len({segment[n] for n in group}) > 1
-                or not _weights_first(group, group[0], order)
-            ):
-                done.declined.append("the projections do not stand together")
-                continue
-            weights = [full_args(n)[1] for n in group]
-            with graph.inserting_before(group[0]):
-                fused = call(graph, hops.linear_group.default, source, weights, _biases(group) or [])
-                for i, linear in enumerate(group):
-                    replace(linear, _pick(graph, fused, i))
-            done.count += 1
+        if (
+            source in mutated
+            or len({segment[n] for n in linears}) > 1
+            or not _weights_first(linears, linears[0], order)
+        ):
+            done.declined.append("the projections do not stand together")
+            continue
+        with graph.inserting_before(linears[0]):
+            linears, weights, biases = _biased_first(linears)
+            fused = call(graph, hops.linear_group.default, source, weights, biases)
+            for i, linear in enumerate(linears):
+                replace(linear, _pick(graph, fused, i))
+        done.count += 1
     prune(graph)
     return done
 

@@ -5,6 +5,7 @@ times.
 |---|---|---|
 | 0 | spelling rules | the canonical form |
 | 1 | user's rules, then the built-in rules | one spelling |
+| 1 | the part of a head that is not turned, attention written out | rotary |
 | 1 | linear + activation | activations |
 | 2 | norm + projections, projections together, activation + projection | level 1's operators |
 | 2 | residual + norm, narrow results | the passes above, which take their share first |
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hasten.graph.attention_written import written_attention
 from hasten.graph.canonical import canonicalise
 from hasten.graph.layer_passes import (
     activation_into_linear,
@@ -33,6 +35,7 @@ from hasten.graph.layer_passes import (
     residual_into_norm,
 )
 from hasten.graph.nodes import prune
+from hasten.graph.rotary_rules import partial_rotary
 from hasten.graph.rulebook import BUILTIN
 from hasten.graph.rules import Applied, Rule, apply_rule
 
@@ -54,6 +57,8 @@ class PassLog:
 
 
 _STRUCTURAL: tuple[tuple[int, Pass], ...] = (
+    (1, partial_rotary),
+    (1, written_attention),
     (1, linear_with_activation),
     (2, norm_into_linears),
     (2, group_projections),

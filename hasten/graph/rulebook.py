@@ -7,6 +7,7 @@ operators of level 1: see `hasten/graph/layer_passes.py`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
 
 from hasten.graph.attention_rules import attentions
-from hasten.graph.canonical_steps import rotate_half, rotate_pairs
-from hasten.graph.nodes import aten, is_call, rank_of, shape_of
+from hasten.graph.nodes import aten, shape_of
+from hasten.graph.rotary_rules import rotaries
 from hasten.graph.rules import Context, Rule
 
 hasten_ops = torch.ops.hasten
@@ -139,6 +139,10 @@ def _weight_condition(context: Context) -> str:
     return ""
 
 
+def _norm_examples(x_dtype: torch.dtype, *parameters: torch.dtype) -> Sequence[torch.Tensor]:
+    return [_rand(2, 3, 8, dtype=x_dtype), *(_rand(8, dtype=dtype) for dtype in parameters)]
+
+
 def _norms() -> Iterator[Rule]:
     # The most particular first: in the others `weight` would match `1 + weight` as a whole.
     spellings = [
@@ -152,13 +156,13 @@ def _norms() -> Iterator[Rule]:
     for (pattern, offset, round_first), x_dtype, w_dtype in itertools.product(spellings, dtypes, dtypes):
         yield Rule(
             "rms_norm", pattern, _rms_replacement(offset, round_first),
-            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
+            functools.partial(_norm_examples, x_dtype, w_dtype), 1,
             "RMSNorm (Zhang & Sennrich 2019) in fp32, rounded where the model rounds", _weight_condition,
         )  # fmt: skip
     for x_dtype in dtypes:
         yield Rule(
             "rms_norm", _rms_plain, _rms_replacement(0.0, False),
-            lambda a=x_dtype: [_rand(2, 3, 8, dtype=a)], 1,
+            functools.partial(_norm_examples, x_dtype), 1,
             "RMSNorm without a weight", _weight_condition,
         )  # fmt: skip
 
@@ -191,119 +195,17 @@ def _norms() -> Iterator[Rule]:
     for x_dtype, w_dtype in itertools.product(dtypes, dtypes):
         yield Rule(
             "layer_norm", _layer_written_out_bias, to_layer_norm,
-            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b), _rand(8, dtype=b)], 1,
+            functools.partial(_norm_examples, x_dtype, w_dtype, w_dtype), 1,
             reason, _weight_condition,
         )  # fmt: skip
         yield Rule(
             "layer_norm", _layer_written_out, to_layer_norm,
-            lambda a=x_dtype, b=w_dtype: [_rand(2, 3, 8, dtype=a), _rand(8, dtype=b)], 1,
+            functools.partial(_norm_examples, x_dtype, w_dtype), 1,
             reason, _weight_condition,
         )  # fmt: skip
     yield Rule("layer_norm", layer, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8), _rand(8)], 1, reason)
     yield Rule("layer_norm", layer_no_bias, to_layer_norm, lambda: [_rand(2, 3, 8), _rand(8)], 1, reason)
     yield Rule("layer_norm", layer_plain, to_layer_norm, lambda: [_rand(2, 3, 8)], 1, reason)
-
-
-# --- level 1: rotary ----------------------------------------------------------------------------------------
-
-
-def _rotary_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + rotate_half(x) * sin
-
-
-def _rotary_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + rotate_pairs(x) * sin
-
-
-def _rotary_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """cos and sin of half the width, each half of x turned by itself."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
-
-
-def _rotary_strided(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """cos and sin of half the width, the even and the odd channels turned by themselves."""
-    even, odd = x[..., ::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-
-
-def _rotary_half_wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return _rotary_half(x.to(torch.float32), cos, sin).to(x.dtype)
-
-
-def _rotary_pairs_wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return _rotary_pairs(x.to(torch.float32), cos, sin).to(x.dtype)
-
-
-def _heads_dim(context: Context) -> int | None:
-    """Which dim of cos (rank 4) is the broadcast one for the heads: 1 for [B,1,S,R], 2 for [B,S,1,R]."""
-    cos, x = context.shape("cos"), context.shape("x")
-    if len(cos) != 4 or len(x) != 4:
-        return None
-    ones = [d for d in (1, 2) if cos[d] == 1 and x[d] != 1]
-    if len(ones) == 1:
-        return ones[0]
-    source = context.match.inputs["cos"]
-    while is_call(source, aten.to.dtype):
-        source = source.args[0]
-    if is_call(source, aten.unsqueeze.default):
-        dim = source.args[1] % 4
-        return dim if dim in (1, 2) and cos[dim] == 1 else None
-    return None
-
-
-def _rotary_condition(context: Context) -> str:
-    if _heads_dim(context) is None:
-        return (
-            f"rotary: cos {context.shape('cos')} does not tell heads from positions of x {context.shape('x')}"
-        )
-    return ""
-
-
-def _without_heads(table: Any, dim: int) -> Any:
-    node: fx.Node = table.node
-    if is_call(node, aten.unsqueeze.default) and node.args[1] % rank_of(node) == dim:  # type: ignore[operator]
-        return fx.Proxy(node.args[0], table.tracer)  # type: ignore[arg-type]
-    return aten.squeeze.dim(table, dim)
-
-
-def _rotary_replacement(interleaved: bool, half_width: bool = False) -> Callable[..., Any]:
-    def replacement(x: Any, cos: Any, sin: Any, context: Context) -> Any:
-        dim = _heads_dim(context)
-        if dim is None:
-            raise ValueError("replacement called where the condition did not hold")
-        cos, sin = _without_heads(cos, dim), _without_heads(sin, dim)
-        if half_width and interleaved:
-            cos, sin = (aten.repeat_interleave.self_int(t, 2, -1) for t in (cos, sin))
-        elif half_width:
-            cos, sin = (aten.cat.default([t, t], -1) for t in (cos, sin))
-        if dim == 1:
-            return hasten_ops.rotary(x, cos, sin, interleaved, context.dtype())
-        turned = hasten_ops.rotary(aten.transpose.int(x, 1, 2), cos, sin, interleaved, context.dtype())
-        return aten.transpose.int(turned, 1, 2)
-
-    return replacement
-
-
-def _rotaries() -> Iterator[Rule]:
-    def examples() -> Sequence[torch.Tensor]:
-        return [_rand(2, 3, 5, 8), _rand(2, 1, 5, 8), _rand(2, 1, 5, 8)]
-
-    def narrow() -> Sequence[torch.Tensor]:
-        return [_rand(2, 3, 5, 8, dtype=torch.bfloat16), _rand(2, 1, 5, 8), _rand(2, 1, 5, 8)]
-
-    reason = "rotary position embedding (Su et al. 2021) with the model's own cos and sin"
-
-    def half() -> Sequence[torch.Tensor]:
-        return [_rand(2, 3, 5, 8), _rand(2, 1, 5, 4), _rand(2, 1, 5, 4)]
-
-    yield Rule("rotary", _rotary_halves, _rotary_replacement(False, True), half, 1, reason, _rotary_condition)
-    yield Rule("rotary", _rotary_strided, _rotary_replacement(True, True), half, 1, reason, _rotary_condition)
-    wide = reason + "; the operator computes in fp32 by itself"
-    yield Rule("rotary", _rotary_half_wide, _rotary_replacement(False), narrow, 1, wide, _rotary_condition)
-    yield Rule("rotary", _rotary_pairs_wide, _rotary_replacement(True), narrow, 1, wide, _rotary_condition)
-    yield Rule("rotary", _rotary_half, _rotary_replacement(False), examples, 1, reason, _rotary_condition)
-    yield Rule("rotary", _rotary_pairs, _rotary_replacement(True), examples, 1, reason, _rotary_condition)
 
 
 # --- level 1: activations -----------------------------------------------------------------------------------
@@ -353,4 +255,4 @@ def _activations() -> Iterator[Rule]:
         )  # fmt: skip
 
 
-BUILTIN: tuple[Rule, ...] = (*_spelling(), *_norms(), *_rotaries(), *attentions(), *_activations())
+BUILTIN: tuple[Rule, ...] = (*_spelling(), *_norms(), *rotaries(), *attentions(), *_activations())

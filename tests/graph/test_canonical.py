@@ -98,6 +98,26 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], Sequence[torch.Tensor], list[str]
         [X, W],
         ["linear", "transpose"],
     ),
+    "in place on a projection seen from the side": (
+        lambda x, w: F.linear(x, w).transpose(0, 1).div_(2.0),
+        [X, W],
+        ["linear", "transpose", "div"],
+    ),
+    "the opposite turn": (
+        lambda x: torch.cat((x[..., 4:], -x[..., :4]), -1),
+        [X],
+        ["rotate_half_back"],
+    ),
+    "pairs put together": (
+        lambda x, y: torch.stack([x, y], 3).reshape(2, 3, 16),
+        [X, X.clone()],
+        ["interleave"],
+    ),
+    "pairs unbound": (
+        lambda x: torch.stack([-x.view(2, 3, 4, 2).unbind(-1)[1], x[..., 0::2]], -1).view_as(x),
+        [X],
+        ["rotate_pairs"],
+    ),
     "in place on a tensor of its own": (
         lambda x: torch.zeros_like(x).masked_fill_(x > 0, 2.0),
         [X],
@@ -181,6 +201,12 @@ def test_dims_are_counted_from_the_end() -> None:
     assert [a[1] for a in dims] == [-1, -3, [-2]]
 
 
+def test_dims_of_the_result_stay() -> None:
+    canonical(lambda x: x.exp().unsqueeze_(1), X)
+    canonical(lambda x: torch.diag_embed(x, 0, 0, 2), X)
+    canonical(lambda x: torch.stack([x, x.exp()], 1), X)
+
+
 def test_what_depends_on_weights_alone_comes_first() -> None:
     _, names = canonical(lambda x, w: F.linear(x.exp(), 1.0 + w), X, W)
     assert names == ["add", "exp", "linear"]
@@ -191,6 +217,19 @@ def test_random_operators_are_never_dropped_or_moved() -> None:
         module = trace(lambda x: (F.dropout(x, 0.5), x + 1)[1], [mode.from_tensor(X)])
     canonicalise(module.graph)
     assert next(n.target for n in module.graph.nodes if n.op == "call_function") is aten.dropout.default
+
+
+def test_what_counts_in_memory_keeps_its_order() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x.transpose(0, 1), w)
+        return y.as_strided((3, 2, 2), (y.stride(0), y.stride(1), 1))
+
+    canonical(function, X, W)
+
+
+def test_a_tensor_read_past_autograd_is_no_constant() -> None:
+    with FakeTensorMode() as mode, pytest.raises(CaptureError, match=r"reads the \.data"):
+        trace(lambda x: x + x.data.max(), [mode.from_tensor(X)])
 
 
 def test_code_that_cannot_be_traced_says_why() -> None:

@@ -32,16 +32,15 @@ OPERATORS: dict[str, dict[str, int]] = {
     "gemma": DECODER,
     "glm4": DECODER | {"rms_norm": 2},
     # One norm before projections with and without bias.
-    "gptj": DECODER | {"norm_linear": 0, "layer_norm": 1, "linear_group": 1},
-    "codegen": DECODER | {"norm_linear": 0, "layer_norm": 1},
+    "gptj": DECODER | {"norm_linear": 1},
+    "codegen": DECODER | {"norm_linear": 1},
     "falcon": DECODER,
-    # ALiBi written with an expanded bias; the attention itself is not recognised.
-    "mpt": PLAIN | {"attention": 0},
+    "mpt": PLAIN,
     "t5_encoder": {name: 2 * count for name, count in PLAIN.items()},  # the first layer has the position bias
     "distilbert": POST_NORM,
     "roberta": POST_NORM,
-    # Three terms of content and position: no plain attention.
-    "deberta": {"linear_group": 2, "add_layer_norm": 2, "activation_linear": 1},
+    # Two terms of content and position are its bias; their projections are the second group.
+    "deberta": POST_NORM | {"linear_group": 2},
     "vit": PLAIN,
     "llama_bias": DECODER,
     "qwen2_moe": MIXTURE | {"linear_group": 1, "activation_linear": 1},
@@ -49,6 +48,17 @@ OPERATORS: dict[str, dict[str, int]] = {
     "gpt_oss": MIXTURE,
     "exaone4": NORMED_BRANCHES,
     "nemotron": DECODER,
+    # Attention is written out in these, each in its own way.
+    "gpt_neo": PLAIN,
+    "gpt_neox_japanese": {name: 2 * count for name, count in DECODER.items()},  # the last layer has no bias
+    "xglm": PLAIN,
+    "nanochat": DECODER | {"rms_norm": 2},
+    # Keys and values come from one narrow projection, behind a norm of their own.
+    "deepseek_v2": DECODER | {"norm_linear": 3, "rms_norm": 1},
+    "deepseek_v3": DECODER | {"norm_linear": 3, "rms_norm": 1},
+    # The encoder's layer and the decoder's, whose second attention looks at the encoder.
+    "bigbird_pegasus": {"norm_linear": 5, "attention": 3, "linear_group": 1, "activation_linear": 2},
+    "longformer": POST_NORM | {"attention": 0},
     "helium": DECODER,
 }
 
@@ -93,3 +103,15 @@ def test_recognised_and_equal(name: str) -> None:
     for graph in report.graphs:
         assert graph.runs == "rewritten", graph.reason
         assert graph.proof.passed
+
+
+@pytest.mark.parametrize("name", ["gptj", "mpt", "deberta", "xglm", "nanochat", "deepseek_v3"])
+def test_equal_in_bf16_and_left_padded(name: str) -> None:
+    model = unlisted_model(name)
+    original = original_of(model)
+    hasten.optimize(model, measure=False)
+    batch = make_batch(17, "left")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, own = step(model, batch), step(original, batch)
+    assert_budget(ours, own, step(original, batch), batch, torch.bfloat16, name)
+    assert all(graph.runs == "rewritten" for graph in hasten.report(model).graphs), hasten.report(model)

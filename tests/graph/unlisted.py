@@ -25,6 +25,21 @@ _ENCODER = _BASE | {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+_MLA = _DECODER | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
 _MOE = _DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GPTJ = {
     "vocab_size": 256,
@@ -148,6 +163,72 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", "Exaone4", "Exaone4ForCausalLM", _DECODER | {"sliding_window": 8}),
     "nemotron": ("nemotron", "Nemotron", "NemotronForCausalLM", _DECODER | {"hidden_dropout": 0.0}),
+    "gpt_neo": (
+        "gpt_neo",
+        "GPTNeo",
+        "GPTNeoForCausalLM",
+        {
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_position_embeddings": 256,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+        },
+    ),
+    "gpt_neox_japanese": (
+        "gpt_neox_japanese",
+        "GPTNeoXJapanese",
+        "GPTNeoXJapaneseForCausalLM",
+        _BASE | {"max_position_embeddings": 256, "hidden_dropout": 0.0},
+    ),
+    "xglm": (
+        "xglm",
+        "XGLM",
+        "XGLMForCausalLM",
+        {
+            "vocab_size": 256,
+            "d_model": 64,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 96,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
+    "nanochat": ("nanochat", "NanoChat", "NanoChatForCausalLM", _DECODER),
+    "deepseek_v2": ("deepseek_v2", "DeepseekV2", "DeepseekV2ForCausalLM", _MLA),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3", "DeepseekV3ForCausalLM", _MLA),
+    # Puts another attention in at run time, for sequences as short as here.
+    "bigbird_pegasus": (
+        "bigbird_pegasus",
+        "BigBirdPegasus",
+        "BigBirdPegasusForConditionalGeneration",
+        {
+            "vocab_size": 256,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "max_position_embeddings": 256,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "block_size": 4,
+            "num_random_blocks": 1,
+        },
+    ),
+    # Reads its queries and keys by strides.
+    "longformer": (
+        "longformer",
+        "Longformer",
+        "LongformerForMaskedLM",
+        _ENCODER | {"attention_window": [8, 8]},
+    ),
     "helium": ("helium", "Helium", "HeliumForCausalLM", _DECODER | {"head_dim": 16}),
 }
 

@@ -51,14 +51,14 @@ def linear(
 def linear_group(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor] = (),
+    biases: Sequence[Tensor | None] = (),
     *,
     compute: torch.dtype | None = None,
 ) -> list[Tensor]:
     """[x W_i^T + b_i] for several projections of one input, e.g. query, key and value, or gate and up.
 
     Args:
-        x: [..., K]. weights: each [M_i, K]. biases: none, or one [M_i] for each weight.
+        x: [..., K]. weights: each [M_i, K]. biases: none, or one [M_i] or None for each weight.
         compute: dtype of the products and of the results; None is the dtype of x.
 
     Returns:
@@ -68,7 +68,9 @@ def linear_group(
         ShapeError: sizes do not fit, or there are neither zero nor as many biases as weights.
     """
     check_projections("linear_group", x, weights, biases)
-    return torch.ops.hasten.linear_group(x, list(weights), list(biases), compute)
+    order = biased_first(weights, biases)
+    outputs = torch.ops.hasten.linear_group(x, *in_order(weights, biases, order), compute)
+    return [outputs[order.index(i)] for i in range(len(order))]
 
 
 def activation_linear(
@@ -101,7 +103,26 @@ def activation_linear(
     return torch.ops.hasten.activation_linear(x, up, kind, weight, bias, compute)
 
 
-def check_projections(name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+def biased_first(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[int]:
+    """Indices of the weights, those with a bias first: the order in which the operators take them.
+
+    A list of tensors in a schema has no holes that autograd could follow, so a missing bias stands behind the
+    others, where it needs no place.
+    """
+    return sorted(range(len(weights)), key=lambda i: not biases or biases[i] is None)
+
+
+def in_order(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], order: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights in the order of `biased_first`, and the biases that exist."""
+    present = [bias for i in order if biases and (bias := biases[i]) is not None]
+    return [weights[i] for i in order], present
+
+
+def check_projections(
+    name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> None:
     """Sizes of projections of one input.
 
     Raises:
@@ -111,13 +132,14 @@ def check_projections(name: str, x: Tensor, weights: Sequence[Tensor], biases: S
         raise ShapeError(f"{name}: x is {x.dtype} {list(x.shape)}; needs a floating tensor [..., K]")
     if len(biases) not in (0, len(weights)):
         raise ShapeError(
-            f"{name}: {len(biases)} biases for {len(weights)} weights; give none or one for each"
+            f"{name}: {len(biases)} biases for {len(weights)} weights; give none, or one or None for each"
         )
     for index, weight in enumerate(weights):
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             raise ShapeError(f"{name}: weight {list(weight.shape)} needs [M, {x.shape[-1]}], x's last size")
-        if biases and biases[index].shape != (weight.shape[0],):
-            raise ShapeError(f"{name}: bias {list(biases[index].shape)} needs [{weight.shape[0]}]")
+        bias = biases[index] if biases else None
+        if bias is not None and bias.shape != (weight.shape[0],):
+            raise ShapeError(f"{name}: bias {list(bias.shape)} needs [{weight.shape[0]}]")
 
 
 def resolve(x: Tensor, compute: torch.dtype | None) -> torch.dtype:
@@ -269,7 +291,10 @@ def group_parameter_gradients(
     need_weights: Sequence[bool],
     need_biases: Sequence[bool],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """(dweights, dbiases) of several projections of x [N, K]; None where not needed or without a gradient."""
+    """(dweights, dbiases) of several projections of x [N, K]; None where not needed or without a gradient.
+
+    The biases belong to the first weights.
+    """
     dweights = [
         weight_gradient(dy, x_NK, weight) if need and x_NK is not None else None
         for dy, weight, need in zip(dys, weights, need_weights, strict=True)

@@ -5,7 +5,7 @@ The parameters of `linear_group` are passed one after the other, so that each ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ def draw(generator: Generator, *shape: int, dtype: torch.dtype) -> Tensor:
 def draw_weight(generator: Generator, out_size: int, in_size: int, dtype: torch.dtype) -> Tensor:
     """[out, in] of scale 1 / sqrt(in): the product of values of scale 1 has scale 1."""
     return (torch.randn(out_size, in_size, generator=generator) * max(in_size, 1) ** -0.5).to(dtype)
+
+
+def with_gaps(biases: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
+    """One entry for each projection: its bias, or None where it has none; empty if none has."""
+    present = iter(biases)
+    return [next(present) if has_bias else None for has_bias in biased] if any(biased) else []
 
 
 def _linear(
@@ -59,25 +65,34 @@ def _linear(
 
 
 def _group(
-    name: str, x_shape: tuple[int, ...], out_sizes: tuple[int, ...], bias: bool, **options: Any
+    name: str,
+    x_shape: tuple[int, ...],
+    out_sizes: tuple[int, ...],
+    bias: bool | tuple[bool, ...],
+    **options: Any,
 ) -> Case:
     parameter_dtype = options.pop("parameter_dtype", None)
     compute = options.pop("compute", None)
     count = len(out_sizes)
+    biased = bias if isinstance(bias, tuple) else (bias,) * count
 
     def make(generator: Generator, dtype: torch.dtype) -> Inputs:
         x = draw(generator, *x_shape, dtype=dtype)
         weights = [draw_weight(generator, size, x_shape[-1], parameter_dtype or dtype) for size in out_sizes]
-        biases = [draw(generator, size, dtype=parameter_dtype or dtype) for size in out_sizes] if bias else []
+        biases = [
+            draw(generator, size, dtype=parameter_dtype or dtype)
+            for size, has_bias in zip(out_sizes, biased, strict=True)
+            if has_bias
+        ]
         return (x, *weights, *biases), {"compute": compute}
 
     def spread(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(x: Tensor, *parameters: Tensor, compute: torch.dtype | None) -> Any:
-            return function(x, parameters[:count], parameters[count:], compute=compute)
+            return function(x, parameters[:count], with_gaps(parameters[count:], biased), compute=compute)
 
         return call
 
-    grads = tuple(range(1 + count * (2 if bias else 1)))
+    grads = tuple(range(1 + count + sum(biased)))
     op, meaning = spread(linear_group), spread(reference.linear_group)
     products = 2.0 * torch.Size(x_shape).numel() * sum(out_sizes)
     return Case("linear_group", name, make, op, meaning, grads=grads, flops=lambda: products, **options)
@@ -123,6 +138,7 @@ CASES = [
     _group("qkv", (2, 17, 64), (64, 32, 32), bias=True, dtypes=_ALL),
     _group("gate-up", (63, 64), (513, 511), bias=False),
     _group("alone", (3, 64), (1,), bias=True),
+    _group("some-biases", (2, 5, 16), (8, 3, 8, 4), bias=(False, True, False, True), dtypes=_ALL),
     _group("empty", (0, 64), (5, 7), bias=True),
     _group("fp32-parameters", (2, 17, 64), (48, 16), bias=True, **_WIDE),
     _group("1024-qkv", (1024, 576), (576, 192, 192), bias=False, benchmark=True),

@@ -11,6 +11,7 @@ Projections of one input stay separate products. One product over packed weights
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype
 def products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], compute: torch.dtype
 ) -> list[Tensor]:
-    """[x W_i^T + b_i]; x is cast once. `biases` is empty or has one entry for each weight."""
+    """[x W_i^T + b_i]; x is cast once. `biases` belong to the first weights; those behind them have none."""
     x = x.to(compute)
-    return [
-        product(x, weight, biases[index] if biases else None, compute) for index, weight in enumerate(weights)
-    ]
+    return [product(x, weight, bias, compute) for weight, bias in zip_longest(weights, biases)]
 
 
 def input_gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,10 @@ def linear(
 
 
 def linear_group(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], compute: torch.dtype | None = None
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], compute: torch.dtype | None = None
 ) -> list[Tensor]:
-    """[x W_i^T + b_i]: several projections of one input."""
-    return [
-        linear(x, weight, biases[index] if biases else None, "identity", compute)
-        for index, weight in enumerate(weights)
-    ]
+    """[x W_i^T + b_i]: several projections of one input; where biases end or are None, there is none."""
+    return [linear(x, weight, bias, "identity", compute) for weight, bias in zip_longest(weights, biases)]
 
 
 def activation_linear(

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from hasten.base.errors import ConfigError, nearest
 from hasten.ops.layer_norm.kernel import layer_norm_backward, layer_norm_forward
-from hasten.ops.linear import autocast_compute, check_projections, group_parameter_gradients
+from hasten.ops.linear import (
+    autocast_compute,
+    biased_first,
+    check_projections,
+    group_parameter_gradients,
+    in_order,
+)
 from hasten.ops.linear.kernel import input_gradient, products
 from hasten.ops.registry import operator
 from hasten.ops.rms_norm import check_norm, split_sum_gradient
@@ -25,7 +31,7 @@ _STATISTICS = {"rms": 1, "layer": 2}
 def norm_linear(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor] = (),
+    biases: Sequence[Tensor | None] = (),
     *,
     norm: str,
     norm_weight: Tensor | None,
@@ -40,7 +46,7 @@ def norm_linear(
 
     Args:
         x: [..., K]. residual: broadcasts with x, or None.
-        weights: each [M_i, K]. biases: none, or one [M_i] for each weight.
+        weights: each [M_i, K]. biases: none, or one [M_i] or None for each weight.
         norm: "rms" or "layer". norm_weight, norm_bias: [K] or None (no bias for "rms").
         offset, round_first: of the RMS norm, see `hasten.ops.rms_norm.rms_norm`.
         compute: dtype of the products and of the results; None is the dtype that the norm gives.
@@ -60,6 +66,7 @@ def norm_linear(
         )
     check_norm("norm_linear", x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias)
     check_projections("norm_linear", x, weights, biases)
+    order = biased_first(weights, biases)
     outputs = torch.ops.hasten.norm_linear(
         x,
         residual,
@@ -69,11 +76,11 @@ def norm_linear(
         eps,
         offset,
         round_first,
-        list(weights),
-        list(biases),
+        *in_order(weights, biases, order),
         compute,
     )
-    return outputs[: -_STATISTICS[norm]]
+    first = int(residual is not None)
+    return outputs[:first] + [outputs[first + order.index(i)] for i in range(len(order))]
 
 
 @dataclass(frozen=True)

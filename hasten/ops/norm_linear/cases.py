@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from hasten.ops.cases import Case, Inputs
-from hasten.ops.linear.cases import draw, draw_weight
+from hasten.ops.linear.cases import draw, draw_weight, with_gaps
 from hasten.ops.norm_linear import norm_linear, reference
 
 _ALL = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +18,7 @@ _ALL = (torch.float32, torch.bfloat16, torch.float16)
 def _meaning(
     x: Tensor,
     weights: list[Tensor],
-    biases: list[Tensor],
+    biases: list[Tensor | None],
     *,
     norm: str,
     norm_weight: Tensor | None,
@@ -41,13 +41,14 @@ def _case(
     norm: str = "rms",
     residual: bool = False,
     parameters: bool = True,
-    bias: bool = False,
+    bias: bool | tuple[bool, ...] = False,
     parameter_dtype: torch.dtype | None = None,
     compute: torch.dtype | None = None,
     gemma: bool = False,
     **options: Any,
 ) -> Case:
     width, count = x_shape[-1], len(out_sizes)
+    biased = bias if isinstance(bias, tuple) else (bias,) * count
     present = ["x"] + ["residual"] * residual + ["norm_weight"] * parameters
     present += ["norm_bias"] * (parameters and norm == "layer")
     constants: dict[str, Any] = {"norm": norm, "eps": 1e-6}
@@ -63,7 +64,8 @@ def _case(
             "norm_bias": draw(generator, width, dtype=p),
         }
         weights = [draw_weight(generator, size, width, p) for size in out_sizes]
-        biases = [draw(generator, size, dtype=p) for size in out_sizes] if bias else []
+        pairs = zip(out_sizes, biased, strict=True)
+        biases = [draw(generator, size, dtype=p) for size, has_bias in pairs if has_bias]
         return (*[tensors[key] for key in present], *weights, *biases), {"compute": compute}
 
     def spread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,11 +73,12 @@ def _case(
             named: dict[str, Any] = {"residual": None, "norm_weight": None, "norm_bias": None}
             named.update(zip(present, tensors, strict=False))
             rest = list(tensors[len(present) :])
-            return function(named.pop("x"), rest[:count], rest[count:], **named, **constants, compute=compute)
+            biases = with_gaps(rest[count:], biased)
+            return function(named.pop("x"), rest[:count], biases, **named, **constants, compute=compute)
 
         return call
 
-    grads = tuple(range(len(present) + count * (2 if bias else 1)))
+    grads = tuple(range(len(present) + count + sum(biased)))
     op, meaning = spread(norm_linear), spread(_meaning)
     products = 2.0 * torch.Size(x_shape).numel() * sum(out_sizes)
     return Case("norm_linear", name, make, op, meaning, grads=grads, flops=lambda: products, **options)
@@ -89,6 +92,7 @@ CASES = [
     _case("rms-no-weight", (7, 513), (16,), parameters=False),
     _case("layer", (2, 17, 64), (64, 64, 64), norm="layer", bias=True, dtypes=_ALL),
     _case("layer-residual", (2, 17, 64), (511,), norm="layer", residual=True, bias=True),
+    _case("layer-some-biases", (2, 5, 16), (8, 3, 8), norm="layer", residual=True, bias=(False, True, False)),
     _case("layer-no-parameters", (1, 64), (5,), norm="layer", parameters=False),
     _case("layer-fp32-parameters", (9, 63), (5,), norm="layer", bias=True, parameter_dtype=torch.float32),
     _case("4d", (2, 2, 3, 64), (1,), bias=True),

@@ -22,7 +22,7 @@ def norm_linear(
     offset: float,
     round_first: bool,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     compute: torch.dtype | None = None,
 ) -> list[Tensor]:
     """h = x (+ residual); [h if there is a residual] + [norm(h) W_i^T + b_i]."""
