@@ -63,7 +63,8 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="smollm2-135m, a hub id, a folder, a GGUF file, tiny:FAMILY[:SETTING=N,...], random:FOLDER."
+            help="smollm2-135m, a hub id, a folder, a GGUF file, tiny:FAMILY[:SETTING=N,...], random:FOLDER, "
+            "bert-large-random."
         ),
     ] = "smollm2-135m",
     batch: Annotated[str, typer.Option(help="Rows x tokens of a step.")] = "2x512",
@@ -77,6 +78,9 @@ def train(
     data: Annotated[str, typer.Option(help="python-stdlib, or a file or folder of text.")] = "python-stdlib",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Constant learning rate.")] = 1e-4,
     seed: Annotated[int, typer.Option(min=0, help="Of random weights and of the order of the rows.")] = 0,
+    task: Annotated[
+        str, typer.Option(help="clm: train a causal model; mlm: train a masked one; infer: forward alone.")
+    ] = "clm",
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Train the same model on the same tokens with each contender, in turn and in separate processes.
@@ -90,7 +94,7 @@ def train(
 
         if json is not None and json != _STDOUT:
             reports.check_writable(json)
-        settings = Settings(model, batch, steps, rounds, names, data, learning_rate, seed)
+        settings = Settings(model, batch, steps, rounds, names, data, learning_rate, seed, task=task)
         report = bench_train(settings, screen)
         if json is not None and json != _STDOUT:
             reports.save(report, json)

@@ -54,14 +54,16 @@ def bound(dtype: str, tokens: int) -> Bound:
     )
 
 
-def flops_per_step(size: ModelSize, tokens: int, visible_keys: float) -> float:
-    """Floating-point operations of one training step, a multiply-add counted as two.
+def flops_per_step(size: ModelSize, tokens: int, visible_keys: float, task: str = "clm") -> float:
+    """Floating-point operations of one step, a multiply-add counted as two.
 
     6 * (parameters in products) * tokens (Kaplan et al. 2020, section 2.1), plus attention: two products over
     the visible query-key pairs forward and twice as many backward, 12 * pairs * heads * head dimension in
-    each layer. A sliding window is not subtracted. Recomputation does not count as work.
+    each layer. A sliding window is not subtracted. Recomputation does not count as work. A step of the task
+    `infer` is the forward third of it.
     """
-    return 6.0 * size.product_parameters * tokens + 12.0 * visible_keys * size.attention_width
+    training = 6.0 * size.product_parameters * tokens + 12.0 * visible_keys * size.attention_width
+    return training / 3 if task == "infer" else training
 
 
 def summarise(

@@ -4,8 +4,9 @@ Opens the model, takes the steps, continues the prompt, writes what it measured 
 output it sends one line of JSON for each thing that happened (see `contenders.EVENT`), for a progress bar.
 With the flag it ends as soon as its standard input is closed (see `hasten.bench.child`).
 
-Every contender does what a user would write: `model(input_ids, labels=..., position_ids=...).loss` without a
-cache, under autocast where it is bf16, then `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+Every contender does what a user would write. Training: `model(input_ids, labels=..., position_ids=...).loss`
+without a cache, under autocast where it is bf16, then `loss.backward()`, `optimizer.step()`,
+`optimizer.zero_grad()`. Inference: `model(input_ids)` without gradients, the weights in bf16 where it is bf16.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hasten.base.errors import HastenError
 from hasten.bench.child import END_WITH_PARENT, end_with_parent
 from hasten.bench.contenders import CONTENDERS, EVENT, Kind, Spec
 from hasten.bench.report import Outcome, Round
+from hasten.bench.tasks import probe_loss
 from hasten.bench.workload import model_size, open_workload_model
 
 Emit = Callable[..., None]
@@ -49,14 +51,17 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     begin = time.perf_counter()
     model, tokenizer = open_workload_model(spec.model, spec.seed)
     open_s = time.perf_counter() - begin
-    model.train()
+    size = model_size(model)
+    infer = spec.task == "infer"
+    if infer:
+        model = model.base_model.to(torch.bfloat16 if kind.wants_bf16 and spec.bf16 else torch.float32)
+    model.train(not infer)
     with np.load(spec.blocks_file) as blocks:
         columns = {name: torch.from_numpy(blocks[name]) for name in blocks.files}
     accepted = inspect.signature(model.forward).parameters
     columns = {name: values for name, values in columns.items() if name in accepted}
     # With a cache, which transformers makes by default, packed documents would see each other.
     settings = {"use_cache": False} if "use_cache" in accepted else {}
-    size = model_size(model)
     rss_open = resident_bytes()
     emit(event="opened", seconds=open_s)
 
@@ -70,15 +75,21 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     for step in range(spec.steps):
         rows = slice(step * spec.batch, (step + 1) * spec.batch)
         batch = {name: values[rows] for name, values in columns.items()}
-        with _precision(kind, spec):
-            loss = forward(**batch, **settings).loss
-        if step == 0:
-            first_forward_s = time.perf_counter() - begin
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - begin)
+        if infer:
+            with torch.no_grad():
+                hidden = forward(**batch, **settings).last_hidden_state
+            seconds.append(time.perf_counter() - begin)
+            losses.append(probe_loss(hidden, batch["input_ids"]))
+        else:
+            with _precision(kind, spec):
+                loss = forward(**batch, **settings).loss
+            if step == 0:
+                first_forward_s = time.perf_counter() - begin
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - begin)
         if not math.isfinite(losses[-1]):
             raise HastenError(f"{spec.contender}: the loss of step {step + 1} is {losses[-1]}")
         if step == 0:
@@ -92,7 +103,7 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         text = _continue(model, tokenizer, kind, spec)
     measured = Round(
         open_s=open_s,
-        first_forward_s=first_forward_s,
+        first_forward_s=first_forward_s or seconds[0],
         first_step_s=seconds[0],
         steps_s=seconds,
         losses=losses,

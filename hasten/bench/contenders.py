@@ -47,8 +47,11 @@ class Spec(BaseModel):
 
     contender: str
     model: str
+    task: str = "clm"
+    """See `hasten.bench.tasks`."""
     blocks_file: str
-    """`.npz` with `input_ids`, `labels`, `position_ids`, each int64 [steps * batch, sequence_tokens]."""
+    """`.npz` with `input_ids`, `labels` and for a causal model `position_ids`, each int64
+    [steps * batch, sequence_tokens]."""
     batch: int
     steps: int
     learning_rate: float

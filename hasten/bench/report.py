@@ -50,6 +50,8 @@ class Workload(_Frozen):
     """What every contender does: the same weights, the same token blocks, the same learning rate."""
 
     model: str
+    task: str
+    """`clm`, `mlm` or `infer`; see `hasten.bench.tasks`."""
     size: ModelSize
     data: str
     batch: int = Field(ge=1)

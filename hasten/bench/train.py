@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import hasten
 from hasten.base.config import make_config
-from hasten.base.errors import HastenError
+from hasten.base.errors import ConfigError, HastenError
 from hasten.base.facts import Facts, detect
 from hasten.bench import compare, limits, report
 from hasten.bench.child import child
 from hasten.bench.contenders import CONTENDERS, DEFAULT, EVENT, Spec
-from hasten.bench.workload import make_blocks, parse_batch, save_blocks
+from hasten.bench.tasks import check_task
+from hasten.bench.workload import is_masked, make_blocks, parse_batch, save_blocks
 from hasten.train.screen import Bar, Screen
 from hasten.train.stop import Interrupted
 
@@ -41,6 +42,7 @@ class Settings(NamedTuple):
     seed: int = 0
     prompt: str | None = None
     new_tokens: int = 40
+    task: str = "clm"
 
 
 class ContenderError(HastenError):
@@ -60,6 +62,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         Interrupted: the signal came before any contender finished.
     """
     batch, sequence_tokens = parse_batch(settings.batch)
+    check_model_and_task(settings.model, settings.task)
     if any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):
         make_config()  # A wrong HASTEN_* variable is found here and not by each contender.
     facts = detect()
@@ -73,15 +76,16 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     limit = measure_limits(bf16, screen)
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as folder_name:
         folder = Path(folder_name)
-        save_blocks(blocks, folder / "blocks.npz")
+        save_blocks(blocks, folder / "blocks.npz", settings.task)
         outcomes, failed, interruption = _rounds(settings, batch, bf16, folder, screen)
     if not outcomes:
         raise HastenError(f"no contender finished: {', '.join(failed)} failed as said above")
 
     size = next(iter(outcomes.values()))[0].size
     tokens = batch * sequence_tokens
-    keys = blocks.visible_keys_per_step(batch, size.sees_documents)
-    flops = compare.flops_per_step(size, tokens, keys)
+    causal = not is_masked(settings.model)
+    keys = blocks.visible_keys_per_step(batch, size.sees_documents, causal)
+    flops = compare.flops_per_step(size, tokens, keys, settings.task)
     contenders = {
         name: compare.summarise(
             CONTENDERS[name], bf16, [outcome.round for outcome in found], tokens, flops, limit
@@ -96,6 +100,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         versions=versions(),
         workload=report.Workload(
             model=settings.model,
+            task=settings.task,
             size=size,
             data=settings.data,
             batch=batch,
@@ -120,6 +125,18 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     )
 
 
+def check_model_and_task(model: str, task: str) -> None:
+    """Whether the model can do the task.
+
+    Raises:
+        ConfigError: an unknown task, or one for the other kind of model.
+    """
+    check_task(task)
+    if (task == "mlm") != is_masked(model) and task != "infer":
+        kind, fits = ("a masked", "mlm or infer") if is_masked(model) else ("a causal", "clm or infer")
+        raise ConfigError(f"task = {task!r}: {model} is {kind} language model; allowed: {fits}")
+
+
 def _rounds(
     settings: Settings, batch: int, bf16: bool, folder: Path, screen: Screen
 ) -> tuple[dict[str, list[report.Outcome]], dict[str, str], report.Interruption | None]:
@@ -132,6 +149,7 @@ def _rounds(
             spec = Spec(
                 contender=name,
                 model=settings.model,
+                task=settings.task,
                 blocks_file=str(folder / "blocks.npz"),
                 batch=batch,
                 steps=settings.steps,

@@ -2,7 +2,8 @@
 
 Model names: `smollm2-135m`, a hub id, an HF folder or a GGUF file (see `hasten.models.open_model`);
 `tiny:FAMILY[:SETTING=VALUE,...]` for a small random model; `random:FOLDER` for random weights in the shape of
-a folder's `config.json`. The last two read bytes as tokens.
+a folder's `config.json`; `bert-large-random` for random weights in the shape of BERT-Large (Devlin et al.
+2019), a masked model, without dropout so that losses can be compared. The last three read bytes as tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch import nn
 
 from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.bench.report import ModelSize
+from hasten.bench.tasks import mask_tokens
 from hasten.train.config import DataSection
 from hasten.train.data import IGNORE, Order, Rows, TokenStream, load_tokens
 from hasten.train.screen import Screen
 from hasten.train.text import documents, find_source
 
-TINY, RANDOM = "tiny:", "random:"
+TINY, RANDOM, BERT_LARGE = "tiny:", "random:", "bert-large-random"
+BERT_MASK_TOKEN = 103
 
 
 class Blocks(NamedTuple):
@@ -32,12 +35,15 @@ class Blocks(NamedTuple):
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
+    """Of the documents; a masked model gets rows without documents."""
     documents: int
     """Pieces of documents in all rows."""
 
-    def visible_keys_per_step(self, batch: int, sees_documents: bool) -> float:
-        """Query-key pairs a step that the causal mask leaves, a head: within a document, or within a row."""
+    def visible_keys_per_step(self, batch: int, sees_documents: bool, causal: bool = True) -> float:
+        """Query-key pairs a step, a head: of a causal model within a document, or within a row; else all."""
         R, S = self.input_ids.shape
+        if not causal:
+            return float(batch * S * S)
         pairs = float((self.position_ids + 1).sum()) if sees_documents else R * S * (S + 1) / 2
         return pairs * batch / R
 
@@ -65,6 +71,8 @@ def open_workload_model(name: str, seed: int) -> tuple[Any, Any]:
     """
     if name.startswith(TINY):
         return _tiny(name, seed), None
+    if name == BERT_LARGE:
+        return _bert_large(seed), None
     if name.startswith(RANDOM):
         return _random(Path(name.removeprefix(RANDOM)), seed), None
     from hasten.models import open_model
@@ -103,6 +111,11 @@ def model_size(model: nn.Module) -> ModelSize:
     )
 
 
+def is_masked(model_name: str) -> bool:
+    """Whether the model predicts masked tokens and sees both sides."""
+    return model_name == BERT_LARGE
+
+
 def make_blocks(
     model_name: str, data_path: str, steps: int, batch: int, sequence_tokens: int, seed: int, screen: Screen
 ) -> Blocks:
@@ -136,14 +149,21 @@ def make_blocks(
             f"give a step of {batch} x {sequence_tokens} in which no token follows another, so it has no "
             "loss; give more text"
         )
-    return Blocks(
-        taken.input_ids.numpy(), taken.labels.numpy(), positions.numpy(), int((positions == 0).sum().item())
-    )
+    documents_seen = int((positions == 0).sum().item())
+    ids, labels = taken.input_ids.numpy(), taken.labels.numpy()
+    if is_masked(model_name):
+        ids, labels = mask_tokens(ids, BERT_MASK_TOKEN, model.config.vocab_size, seed)
+    return Blocks(ids, labels, positions.numpy(), documents_seen)
 
 
-def save_blocks(blocks: Blocks, path: Path) -> None:
+def save_blocks(blocks: Blocks, path: Path, task: str = "clm") -> None:
     """Writes what a contender's process reads (`Spec.blocks_file`)."""
-    np.savez(path, input_ids=blocks.input_ids, labels=blocks.labels, position_ids=blocks.position_ids)
+    columns = {"input_ids": blocks.input_ids}
+    if task != "infer":
+        columns["labels"] = blocks.labels
+    if task == "clm":
+        columns["position_ids"] = blocks.position_ids
+    np.savez(path, **columns)
 
 
 def _tiny(name: str, seed: int) -> nn.Module:
@@ -162,6 +182,22 @@ def _tiny(name: str, seed: int) -> nn.Module:
             )
         overrides[key] = int(value)
     return tiny_model(family, seed, **overrides)
+
+
+def _bert_large(seed: int) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    }
+    config = BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = BertForMaskedLM(config)
+    return model
 
 
 def _random(folder: Path, seed: int) -> nn.Module:

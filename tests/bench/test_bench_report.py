@@ -49,6 +49,7 @@ def example() -> report.BenchReport:
         versions={"python": "3.11"},
         workload=report.Workload(
             model="smollm2-135m",
+            task="clm",
             size=size,
             data="python-stdlib",
             batch=2,

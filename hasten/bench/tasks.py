@@ -1,0 +1,64 @@
+"""What a step of the bench is: train a causal model, train a masked one, or run the encoder.
+
+| task | a step | labels | what is compared |
+|---|---|---|---|
+| `clm` | forward, backward, optimizer | every next token | the loss |
+| `mlm` | the same | 15 % of the tokens (Devlin et al. 2019) | the loss |
+| `infer` | forward of the model without its head, no gradients, weights in the run's dtype | none | a probe's loss |
+
+The probe of `infer` is a fixed random linear classifier on the last hidden states, outside the time that is
+measured: a number that moves with every element of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hasten.base.errors import ConfigError, nearest
+
+Task = Literal["clm", "mlm", "infer"]
+TASKS: tuple[str, ...] = get_args(Task)
+
+IGNORE = -100
+_MASKED_SHARE = 0.15
+# Of the tokens that are to be predicted: replaced by the mask token, by any token; the rest stay as they are.
+_REPLACED, _RANDOM = 0.8, 0.1
+_PROBE_CLASSES = 64
+
+
+def check_task(name: str) -> Task:
+    """The task of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"task = {name!r}: unknown; {nearest(name, TASKS)}")
+    return name  # type: ignore[return-value]
+
+
+def mask_tokens(
+    input_ids: np.ndarray, mask_token: int, vocabulary: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels) of masked language modelling for ids [rows, tokens]; each row has a label at least."""
+    generator = np.random.default_rng(seed)
+    chosen = generator.random(input_ids.shape) < _MASKED_SHARE
+    chosen[:, 0] |= ~chosen.any(axis=1)
+    kind = generator.random(input_ids.shape)
+    inputs = np.where(chosen & (kind < _REPLACED), mask_token, input_ids)
+    random = chosen & (kind >= _REPLACED) & (kind < _REPLACED + _RANDOM)
+    inputs = np.where(random, generator.integers(0, vocabulary, input_ids.shape), inputs)
+    return inputs, np.where(chosen, input_ids, IGNORE)
+
+
+def probe_loss(hidden: torch.Tensor, input_ids: torch.Tensor) -> float:
+    """Cross-entropy of a fixed random classifier: hidden [B, S, H], the labels are the ids modulo 64."""
+    width = hidden.shape[-1]
+    generator = torch.Generator().manual_seed(width)
+    probe = torch.randn(width, _PROBE_CLASSES, generator=generator) * width**-0.5
+    logits = hidden.detach().float().reshape(-1, width) @ probe
+    return float(F.cross_entropy(logits, input_ids.reshape(-1) % _PROBE_CLASSES))
