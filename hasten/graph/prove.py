@@ -44,12 +44,14 @@ class Proved:
         verify: bool,
         measure: bool,
         mutates: bool,
+        runs: Callee | None = None,
     ) -> None:
+        """runs: the form of `rewritten` that runs once it is proved, if that is another one."""
         self._original, self._rewritten, self._record = original, rewritten, record
         self._autocast = autocast
         # A graph that writes its inputs cannot be run twice: it is neither proved nor timed here.
         self._verify, self._measure = verify and not mutates, measure and not mutates
-        self._chosen = rewritten
+        self._chosen = rewritten if runs is None else runs
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self._verify or self._measure:
@@ -73,7 +75,7 @@ class Proved:
                     self._time(args)
 
         # Hooks on saved tensors (gradient checkpointing) belong to the caller's thread and must not see this.
-        _apart(work) if _hooks_active() else work()
+        _apart(work) if hooks_active() else work()
         proof = self._record.proof
         if proof is not None and not proof.passed:
             self._keep_original(f"the proof failed: {proof.reason}")
@@ -218,7 +220,8 @@ def _autocast(dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def _hooks_active() -> bool:
+def hooks_active() -> bool:
+    """Whether hooks on saved tensors are in force: non-reentrant checkpointing, offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
