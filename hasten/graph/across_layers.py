@@ -1,9 +1,9 @@
 """Level 3 across layers: the residual sum that ends one layer joins the norm that begins the next.
 
 A layer whose output is `a + b` leaves the sum to its successor: it returns a `DeferredSum`, an ordinary
-tensor to everybody who looks at it. The next layer, if nobody looked, runs a graph of its own whose first step
-is that sum, so that the passes for residual sums and norms see both. The sum comes out of that graph too and
-becomes the value of the `DeferredSum`, with its place in autograd's graph.
+tensor to everybody who looks at it. The next layer, if nobody looked, runs a graph of its own whose first
+step is that sum, so that the passes for residual sums and norms see both. The sum comes out of that graph too
+and becomes the value of the `DeferredSum`, which has one place in autograd's graph whoever computes it.
 """
 
 from __future__ import annotations
@@ -227,14 +227,16 @@ def _of_hasten(node: Any) -> bool:
     return isinstance(node, fx.Node) and getattr(node.target, "namespace", "") == "hasten"
 
 
-def taken_sum(graph: fx.Graph, seconds: float = 0.0) -> PassLog:
+def taken_sum(graph: fx.Graph) -> PassLog:
     """For a graph that begins with the sum of the layer before: whether a norm operator took it."""
+    started = time.perf_counter()
     hops = torch.ops.hasten
     taken = any(
         is_call(n, hops.norm_linear.default, hops.add_rms_norm.default, hops.add_layer_norm.default)
         and all(isinstance(a, fx.Node) and a.op == "placeholder" and rank_of(a) >= 2 for a in n.args[:2])
         for n in graph.nodes
     )
+    seconds = time.perf_counter() - started
     return PassLog(_TAKEN, LEVEL, int(taken), seconds, () if taken else ("the layer begins with no norm",))
 
 
@@ -250,18 +252,15 @@ def behind(function: Callable[..., Any], place: int | str) -> Callable[..., Any]
             return function(block, *args[:place], h, *args[place:], **kwargs), h
         return function(block, *args, **{**kwargs, place: h}), h
 
-    # Dynamo remembers by the code's name which sizes vary; layers of other classes are not to be mixed with it.
+    # Dynamo remembers by the code's name which sizes vary; layers of other classes must not count there.
     summed.__code__ = summed.__code__.replace(co_name=f"{function.__module__}.{function.__qualname__} behind")
     return summed
 
 
 def only_sum(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int | str, DeferredSum] | None:
     """(place, value) of the one argument that is a deferred sum, if it is the only one."""
-    found: list[tuple[int | str, DeferredSum]] = [
-        (place, given)
-        for place, given in (*enumerate(args), *kwargs.items())
-        if isinstance(given, DeferredSum)
-    ]
+    everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    found = [(place, given) for place, given in everything if isinstance(given, DeferredSum)]
     return found[0] if len(found) == 1 else None
 
 
@@ -283,5 +282,3 @@ def may_leave(block: nn.Module, follower: nn.Module | None, kind: type) -> bool:
         and not observed(block)
         and not observed(follower)
     )
-
-

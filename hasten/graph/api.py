@@ -107,7 +107,9 @@ def optimize(model: _Model, **settings: Any) -> _Model:
     doors: dict[str, str] = {}
     attention = None
     if config.level == 0:
-        doors = dict.fromkeys(("attention", "across layers", "output head", "buffers", "precision"), "off: level 0")
+        doors = dict.fromkeys(
+            ("attention", "across layers", "output head", "buffers", "precision"), "off: level 0"
+        )
     else:
         # Dynamo looks at `.grad` of every input; where warnings are errors that would end the capture.
         warnings.filterwarnings(

@@ -1,9 +1,10 @@
 """From Dynamo's graph to a proved, rewritten one; and how repeated blocks enter Dynamo.
 
 `Engine` belongs to one optimised model. It holds one compiled entry for each class of block, so that all
-layers of a class share their graphs, and another for layers that are given the two summands of the layer before
-(`across_layers.py`): a model of 30 equal layers is captured twice, and once more each when a second sequence
-length comes (then with symbolic sizes). Lengths inside `Config.dynamic_shape` are symbolic from the start.
+layers of a class share their graphs, and another for layers that are given the two summands of the layer
+before (`across_layers.py`): a model of 30 equal layers is captured twice, and once more each when a second
+sequence length comes (then with symbolic sizes). Lengths inside `Config.dynamic_shape` are symbolic from the
+start.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -75,7 +77,7 @@ class Engine:
 
     def follower(self, block: nn.Module) -> nn.Module | None:
         """The block that runs behind `block` in its list."""
-        pairs = (pair for blocks in self.lists for pair in zip(blocks, blocks[1:], strict=False))
+        pairs = (pair for blocks in self.lists for pair in itertools.pairwise(blocks))
         return next((after for before, after in pairs if before is block), None)
 
     def entry(

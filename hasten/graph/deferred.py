@@ -117,7 +117,7 @@ class Deferred(Tensor):
         return func(*plain_args, **plain_kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
