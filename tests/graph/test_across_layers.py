@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,8 @@ def test_the_operator_keeps_the_sum_and_not_its_summands() -> None:
         run(model, batch, torch.bfloat16 if autocast else None)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = model(input_ids=batch.ids, labels=batch.labels, use_cache=False).loss
+        # Nor does anything else: what stood between the layers is gone, without the garbage collector.
+        assert not [o for o in gc.get_objects() if type(o) is DeferredSum]
         sizes: dict[int, int] = {}
         seen, stack = set[Any](), [loss.grad_fn]
         while stack:
@@ -139,6 +142,7 @@ def test_the_operator_keeps_the_sum_and_not_its_summands() -> None:
     other = original_of(model)
     hasten.optimize(model, measure=False)
     hasten.optimize(other, measure=False, level=2)
+    gc.collect()
     for autocast in (False, True):
         ours, own = held(model, autocast), held(other, autocast)
         assert own > 100_000
@@ -429,6 +433,10 @@ def test_a_deferred_sum_is_an_ordinary_tensor_to_all_who_look() -> None:
     assert total.summands() is None
     assert "tensor(" in repr(total)
     assert torch.equal(torch.autograd.grad(total.sum(), leaves[0])[0], torch.full((2, 3), 2.0))
+    looked = sum_of(a, b)
+    with torch.inference_mode():
+        assert torch.isfinite(looked + 1).all()
+    assert torch.equal(torch.autograd.grad(looked.sum(), leaves[1])[0], torch.full((2, 3), 3.0))
     with torch.no_grad():
         assert type(sum_of(a, b)) is torch.Tensor
     assert type(sum_of(a.detach(), b.detach())) is torch.Tensor
