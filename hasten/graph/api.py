@@ -18,7 +18,7 @@ from hasten.base.config import Config, make_config
 from hasten.base.errors import ConfigError, UserError
 from hasten.base.facts import detect
 from hasten.graph.attention_bridge import AttentionDoor, transformers_roots
-from hasten.graph.blocks import repeated_blocks
+from hasten.graph.blocks import lists_of_blocks, repeated_blocks
 from hasten.graph.capture import BlockForward, Engine
 from hasten.graph.head import HeadForward, find_head
 from hasten.graph.instance import InstanceForward, put_back
@@ -107,7 +107,9 @@ def optimize(model: _Model, **settings: Any) -> _Model:
     doors: dict[str, str] = {}
     attention = None
     if config.level == 0:
-        doors = dict.fromkeys(("attention", "output head", "buffers", "precision"), "off: level 0")
+        doors = dict.fromkeys(
+            ("attention", "across layers", "output head", "buffers", "precision"), "off: level 0"
+        )
     else:
         # Dynamo looks at `.grad` of every input; where warnings are errors that would end the capture.
         warnings.filterwarnings(
@@ -119,6 +121,8 @@ def optimize(model: _Model, **settings: Any) -> _Model:
         for block in blocks:
             block.__dict__["forward"] = BlockForward(block, engine)
         engine.recompute.blocks = blocks
+        engine.lists = list(lists_of_blocks(model))
+        doors["across layers"] = engine.across_layers()
         # A wrapper (data parallel, a training framework's module) has no accessor of its own.
         for owner in transformers_roots(model) or [model]:
             head, doors["output head"] = find_head(owner)

@@ -15,17 +15,18 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     A list inside such a layer (experts of a mixture) belongs to the layer and is not looked into. A
     layer that stands in several lists comes once.
     """
-    yield from dict.fromkeys(_layers(model))
+    yield from dict.fromkeys(layer for layers in lists_of_blocks(model) for layer in layers)
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
+def lists_of_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The lists that `repeated_blocks` are members of, each in the order in which a model runs it."""
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
         layers = [child for child in model.children() if _is_layer(child)]
         if layers and len(layers) == len(list(model.children())):
-            yield from layers
+            yield layers
             return
     for child in model.children():
-        yield from _layers(child)
+        yield from lists_of_blocks(child)
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -67,6 +67,11 @@ def _hooked(block: nn.Module) -> str:
     return ""
 
 
+def observed(block: nn.Module) -> bool:
+    """Whether hooks on the block itself see what goes in or comes out in this call."""
+    return any(_acts(hook) for kind in _HOOKS for hook in block.__dict__[kind].values())
+
+
 def _acts(hook: Callable[..., Any]) -> bool:
     """Whether the hook does anything: transformers leave theirs behind, idle until an output is asked for."""
     if getattr(hook, "__module__", "") != _RECORDER:

@@ -1,7 +1,8 @@
 """From Dynamo's graph to a proved, rewritten one; and how repeated blocks enter Dynamo.
 
 `Engine` belongs to one optimised model. It holds one compiled entry for each class of block, so that all
-layers of a class share their graphs: a model of 30 equal layers is captured once, and once more when a second
+layers of a class share their graphs, and another for layers that are given the two summands of the layer
+before (`across_layers.py`): a model of 30 equal layers is captured twice, and once more each when a second
 sequence length comes (then with symbolic sizes). Lengths inside `Config.dynamic_shape` are symbolic from the
 start.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -23,12 +25,14 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from hasten.base.config import Config
 from hasten.base.errors import CaptureError, ConfigError
+from hasten.graph import across_layers
 from hasten.graph.bypass import bypass_reason
 from hasten.graph.canonical import trace
+from hasten.graph.deferred import plain
 from hasten.graph.instance import InstanceForward
 from hasten.graph.nodes import aten, full_args, is_call, mutated_nodes, rank_of
 from hasten.graph.passes import run_passes
-from hasten.graph.prove import Proved
+from hasten.graph.prove import Proved, hooks_active
 from hasten.graph.recompute import Recompute
 from hasten.graph.records import GraphRecord
 from hasten.graph.rules import Rule
@@ -47,6 +51,9 @@ class Engine:
         self.graphs: list[GraphRecord] = []
         self.originals: Counter[str] = Counter()
         self.recompute = Recompute(config.memory_bytes())
+        self.lists: list[list[nn.Module]] = []
+        """The model's lists of blocks, each in the order in which they run."""
+
         self._entries: dict[Any, Callable[..., Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -55,27 +62,62 @@ class Engine:
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin.recompute = copy.deepcopy(self.recompute, memo)
+        twin.lists = copy.deepcopy(self.lists, memo)
         return twin
 
-    def entry(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The compiled form of an unbound forward; one for each class of block."""
-        if function not in self._entries:
-            self._entries[function] = torch.compile(
-                function,
-                backend=lambda module, examples: self.compile(module, name, _may_return_weights(function)),
+    def across_layers(self) -> str:
+        """Whether layers leave their last sum to the next one, in words for the report."""
+        if self.config.level < across_layers.LEVEL:
+            return f"off: level {self.config.level}"
+        if not any(len(blocks) > 1 for blocks in self.lists):
+            return "off: no two repeated blocks follow each other"
+        if self.recompute.bound_bytes is not None:
+            return "off: with a bound on memory, blocks may be run again in the backward pass"
+        return "on in training: a sum that ends a layer is left to the norm of the next"
+
+    def follower(self, block: nn.Module) -> nn.Module | None:
+        """The block that runs behind `block` in its list."""
+        pairs = (pair for blocks in self.lists for pair in itertools.pairwise(blocks))
+        return next((after for before, after in pairs if before is block), None)
+
+    def entry(
+        self, function: Callable[..., Any], name: str, place: int | str | None = None
+    ) -> Callable[..., Any]:
+        """The compiled form of an unbound forward; one for each class of block.
+
+        place: of the argument for which two summands are given, see `across_layers.behind`.
+        """
+        key = (function, place)
+        if key not in self._entries:
+            drop_weights = _may_return_weights(function)
+            self._entries[key] = torch.compile(
+                function if place is None else across_layers.behind(function, place),
+                backend=lambda module, examples: self.compile(
+                    module, name, drop_weights, layer=True, summands=place is not None
+                ),
                 isolate_recompiles=True,
                 recompile_limit=_GRAPHS_PER_BLOCK,
             )
-        return self._entries[function]
+        return self._entries[key]
 
-    def compile(self, module: fx.GraphModule, name: str, drop_weights: bool = False) -> Callable[..., Any]:
+    def compile(
+        self,
+        module: fx.GraphModule,
+        name: str,
+        drop_weights: bool = False,
+        *,
+        layer: bool = False,
+        summands: bool = False,
+    ) -> Callable[..., Any]:
         """Dynamo backend: the rewritten graph under proof, or the original where nothing could be gained.
 
         drop_weights: return None for attention weights, as transformers' blocks do over fused attention.
+        layer: it is one of many, and may leave its last sum to the next; summands: it begins with a sum.
         """
         started = time.perf_counter()
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        record = GraphRecord(name, _state(module, autocast))
+        record = GraphRecord(name, _state(module, autocast) + (", behind another layer" if summands else ""))
+        measured = any(g.block == name and g.original_s is not None for g in self.graphs)
         self.graphs.append(record)
         try:
             rewritten = self._rewrite(module, record, autocast, drop_weights)
@@ -92,15 +134,28 @@ class Engine:
         if not record.operators and not record.rules:
             record.runs, record.reason = "original", "no pattern matched"
             return module.forward
+        mutates = _updates_statistics(rewritten.graph) or any(
+            n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)
+        )
+        runs: Callable[..., Any] = rewritten.forward
+        proved = runs
+        if layer and self.config.level >= across_layers.LEVEL:
+            if summands:
+                record.note(across_layers.taken_sum(rewritten.graph))
+            left, log = across_layers.leave_last_sum(rewritten, module)
+            record.note(log)
+            if left is not None:
+                proved, runs = left.summed, left.deferred
         return Proved(
             module.forward,
-            rewritten.forward,
+            proved,
             record,
             autocast=autocast,
             verify=self.config.verify,
-            measure=self.config.measure,
-            mutates=_updates_statistics(rewritten.graph)
-            or any(n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)),
+            # The same layer was timed as the first of its list; the sum costs what it did there.
+            measure=self.config.measure and not (summands and measured),
+            mutates=mutates,
+            runs=runs,
         )
 
     def _rewrite(
@@ -110,12 +165,10 @@ class Engine:
         rewritten = trace(module, examples)
         if drop_weights:
             _drop_weights(module, rewritten)
-        record.log = run_passes(rewritten, self.config.level, autocast, self.user_rules)
+        log = run_passes(rewritten, self.config.level, autocast, self.user_rules)
         if _has_own_gradients(module) and _computes_without_gradients(rewritten):
             raise CaptureError("holds an autograd.Function, whose own gradient would be lost")
-        for entry in record.log:
-            if entry.level >= 1 and entry.count:
-                record.rules[entry.name] += entry.count
+        record.note(*log)
         for node in rewritten.graph.nodes:
             if node.op == "call_function" and getattr(node.target, "namespace", "") == "hasten":
                 record.operators[node.target.overloadpacket.__name__] += 1
@@ -210,10 +263,10 @@ class BlockForward(InstanceForward):
     def __init__(self, block: nn.Module, engine: Engine) -> None:
         super().__init__(block)
         self.engine = engine
-        function = _without_checkpointing(type(block).forward)
-        self.__signature__ = inspect.signature(function.__get__(block))
-        self.__doc__ = function.__doc__
-        self._compiled = engine.entry(function, type(block).__name__)
+        self._function = _without_checkpointing(type(block).forward)
+        self.__signature__ = inspect.signature(self._function.__get__(block))
+        self.__doc__ = self._function.__doc__
+        self._compiled = engine.entry(self._function, type(block).__name__)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -223,6 +276,35 @@ class BlockForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        found = across_layers.only_sum(args, kwargs)
+        summands = None if found is None else found[1].summands()
+        if found is None or summands is None or self._runs_again() or hooks_active():
+            args, kwargs = plain((args, kwargs))
+            return self._run(args, kwargs)
+        place, deferred = found
+        others, named = across_layers.without(place, args, kwargs)
+        if self._bypassed((*summands, *others), named):
+            args, kwargs = plain((args, kwargs))
+            return self.original(*args, **kwargs)
+        _mark_lengths((*summands, *others), named, self.engine.config.dynamic_shape)
+        compiled = self.engine.entry(self._function, type(self.module).__name__, place)
+        output, total = compiled(self.module, *summands, *others, **named)
+        deferred.settle(total)
+        return self._hand_over(output)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._bypassed(args, kwargs):
+            return self.original(*args, **kwargs)
+        _mark_lengths(args, kwargs, self.engine.config.dynamic_shape)
+        if _checkpoints(self.module):
+            # As transformers' own wrapper does, with the compiled block in the place of the original.
+            inner = functools.partial(self._summed, self.module, **{**kwargs, **_no_cache(kwargs)})
+            return self.module._gradient_checkpointing_func(inner, *args)
+        if self._runs_again():
+            return self.engine.recompute.run(self.module, self._summed, args, kwargs)
+        return self._hand_over(self._compiled(self.module, *args, **kwargs))
+
+    def _bypassed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reason = (
             bypass_reason(self.module, args, kwargs)
             if self.previous is None
@@ -230,13 +312,19 @@ class BlockForward(InstanceForward):
         )
         if reason:
             self.engine.originals[reason] += 1
-            return self.original(*args, **kwargs)
-        _mark_lengths(args, kwargs, self.engine.config.dynamic_shape)
-        if _checkpoints(self.module):
-            # As transformers' own wrapper does, with the compiled block in the place of the original.
-            inner = functools.partial(self._compiled, self.module, **{**kwargs, **_no_cache(kwargs)})
-            return self.module._gradient_checkpointing_func(inner, *args)
-        return self.engine.recompute.run(self.module, self._compiled, args, kwargs)
+        return bool(reason)
+
+    def _runs_again(self) -> bool:
+        """Whether the block may be called once more in the backward pass, with the same arguments."""
+        return _checkpoints(self.module) or self.engine.recompute.bound_bytes is not None
+
+    def _summed(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return plain(self._compiled(block, *args, **kwargs))
+
+    def _hand_over(self, output: Any) -> Any:
+        """The output as it is if it goes to the next block unseen, else with ordinary tensors."""
+        follower = self.engine.follower(self.module)
+        return output if across_layers.may_leave(self.module, follower, BlockForward) else plain(output)
 
 
 def _without_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,16 +10,15 @@ and goes on with them. So a loss of the user's own, generation and evaluation wo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from hasten.graph.bypass import transforming
+from hasten.graph.deferred import Deferred, Pullback
 from hasten.graph.instance import InstanceForward
 from hasten.ops.cross_entropy import linear_cross_entropy
 
@@ -48,7 +47,12 @@ class _Recipe:
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
 
-    def logits(self) -> torch.Tensor:
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in (self.hidden, self.weight, self.bias) if t is not None)
+
+    def evaluate(self) -> torch.Tensor:
+        _warn_of_new_weights(self)
         with torch.autocast(
             self.hidden.device.type, dtype=self.compute or torch.bfloat16, enabled=self.compute is not None
         ):
@@ -61,75 +65,22 @@ class _Recipe:
             logits = logits * self.softcap
         return logits.to(self.dtype)
 
+    def pullback(self) -> Pullback:
+        """Makes the logits once more, which only a caller that takes them unseen pays for."""
 
-class DeferredLogits(torch.Tensor):
+        def rule(grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            wanted = [part for part in self.parts if part.requires_grad]
+            again = torch.is_grad_enabled()
+            with torch.enable_grad():
+                value = self.evaluate()
+            found = iter(torch.autograd.grad(value, wanted, grad, create_graph=again))
+            return tuple(next(found) if part.requires_grad else None for part in self.parts)
+
+        return rule
+
+
+class DeferredLogits(Deferred):
     """Stands for `head(hidden)`; see the module's docstring."""
-
-    _recipe: _Recipe
-    _value: torch.Tensor | None
-
-    @staticmethod
-    def __new__(cls, recipe: _Recipe) -> DeferredLogits:
-        parts = (recipe.hidden, recipe.weight, recipe.bias)
-        needs = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parts)
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=needs
-        )
-        made._recipe, made._value = recipe, None
-        return made
-
-    def materialise(self) -> torch.Tensor:
-        """The logits as an ordinary tensor with its autograd history; computed once.
-
-        The history is that of the head's call, whatever grad mode reigns where somebody looks.
-        """
-        if self._value is None:
-            _warn_of_new_weights(self._recipe)
-            with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
-                self._value = self._recipe.logits()
-        return self._value
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, DeferredLogits) and first._value is None:
-            handler = _HANDLERS.get(func)
-            if handler is not None:
-                with torch.set_grad_enabled(torch.is_grad_enabled() and first.requires_grad):
-                    answer = handler(first._recipe, *args[1:], **kwargs)
-                    if isinstance(answer, _Recipe):
-                        return DeferredLogits(answer)
-                if answer is not NotImplemented:
-                    return answer
-        plain_args, plain_kwargs = tree_map_only(
-            DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs)
-        )
-        return func(*plain_args, **plain_kwargs)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # Reached only by C++ callers that skip __torch_function__: no gradient would flow, so compute it
-        # there.
-        plain_args, plain_kwargs = tree_map_only(
-            DeferredLogits, DeferredLogits.materialise, (tuple(args), kwargs or {})
-        )
-        return func(*plain_args, **plain_kwargs)
 
 
 def _versions(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
@@ -145,18 +96,6 @@ def _warn_of_new_weights(recipe: _Recipe) -> None:
             "the new weights. Look at them before the weights change.",
             stacklevel=2,
         )
-
-
-_PROPERTIES = (
-    "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_sparse", "is_quantized", "is_meta",
-    "is_cuda", "is_mps", "is_xpu", "itemsize", "is_nested",
-)  # fmt: skip
-_METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement,
-    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device,
-    torch.Tensor.element_size, torch.Tensor.__len__,
-    torch.is_floating_point, torch.numel, torch.is_complex, torch.is_tensor,
-}  # fmt: skip
 
 
 def _cast(recipe: _Recipe, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +230,7 @@ def _cross_entropy(
         )
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+DeferredLogits._handlers = {
     F.cross_entropy: _cross_entropy,
     torch.Tensor.float: lambda recipe: _to_dtype(recipe, torch.float32),
     torch.Tensor.double: lambda recipe: NotImplemented,

@@ -10,6 +10,7 @@ times.
 | 2 | norm + projections, projections together, activation + projection | level 1's operators |
 | 2 | residual + norm, narrow results | the passes above, which take their share first |
 | 3 | fold constants | all the rest, so that only what nobody fused is folded |
+| 3 | last sum left to the next layer (`across_layers.py`) | all the rest: it changes what the graph returns |
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ floor. Both are timed; where the rewritten graph is clearly slower, the original
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,12 +45,14 @@ class Proved:
         verify: bool,
         measure: bool,
         mutates: bool,
+        runs: Callee | None = None,
     ) -> None:
+        """runs: the form of `rewritten` that runs once it is proved, if that is another one."""
         self._original, self._rewritten, self._record = original, rewritten, record
         self._autocast = autocast
         # A graph that writes its inputs cannot be run twice: it is neither proved nor timed here.
         self._verify, self._measure = verify and not mutates, measure and not mutates
-        self._chosen = rewritten
+        self._chosen = rewritten if runs is None else runs
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self._verify or self._measure:
@@ -73,7 +76,7 @@ class Proved:
                     self._time(args)
 
         # Hooks on saved tensors (gradient checkpointing) belong to the caller's thread and must not see this.
-        _apart(work) if _hooks_active() else work()
+        _apart(work) if hooks_active() else work()
         proof = self._record.proof
         if proof is not None and not proof.passed:
             self._keep_original(f"the proof failed: {proof.reason}")
@@ -134,13 +137,13 @@ def prove(original: Callee, rewritten: Callee, args: Sequence[Any], autocast: to
                     f"{kind} {position}: {tuple(a.shape)} {a.dtype} instead of {tuple(b.shape)} {b.dtype}",
                 )  # fmt: skip
             scale = max(_rms(t), _NO_SCALE * typical)
-            error, own = _relative(a, t, scale), _relative(b, t, scale)
-            worst[kind] = max(worst[kind], error)
+            off, own = _relative(a, t, scale), _relative(b, t, scale)
+            worst[kind] = max(worst[kind], off)
             base = max(base, own) if kind == "output" else base
-            if not error <= 2 * own + floor:
+            if not off <= 2 * own + floor:
                 return Proof(
                     False, worst["output"], worst["gradient"], base,
-                    f"{kind} {position}: error {error:.1e}, original {own:.1e}, floor {floor:.0e}",
+                    f"{kind} {position}: error {off:.1e}, original {own:.1e}, floor {floor:.0e}",
                 )  # fmt: skip
     with_gradient = any(g is not None for g in ours[1])
     return Proof(True, worst["output"], worst["gradient"] if with_gradient else None, base)
@@ -188,17 +191,26 @@ def _leaves(args: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
 
 
 def _rms(a: torch.Tensor) -> float:
-    finite = a[torch.isfinite(a)].double()
-    return torch.sqrt((finite * finite).mean()).item() if finite.numel() else 0.0
+    """Root mean square of the finite elements."""
+    if not a.numel():
+        return 0.0
+    norm = a.double().norm().item()
+    if not math.isfinite(norm):
+        finite = a[torch.isfinite(a)]
+        if finite.numel() < a.numel():
+            return _rms(finite)
+    return norm / math.sqrt(a.numel())
 
 
 def _relative(a: torch.Tensor, truth: torch.Tensor, scale: float) -> float:
     """RMS of the difference over `scale`; infinite where one side is not finite and the other is."""
-    finite = torch.isfinite(truth)
-    if not torch.equal(torch.isfinite(a), finite):
-        return float("inf")
-    difference = _rms(a[finite].double() - truth[finite].double())
-    return difference / scale if scale > 0 else difference
+    difference = a.double() - truth.double()
+    if not math.isfinite(difference.sum().item()):
+        finite = torch.isfinite(truth)
+        if not torch.equal(torch.isfinite(a), finite):
+            return float("inf")
+        difference = difference[finite]
+    return _rms(difference) / scale if scale > 0 else _rms(difference)
 
 
 def _least_precise(args: Sequence[Any]) -> torch.dtype:
@@ -218,7 +230,8 @@ def _autocast(dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def _hooks_active() -> bool:
+def hooks_active() -> bool:
+    """Whether hooks on saved tensors are in force: non-reentrant checkpointing, offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

@@ -43,6 +43,15 @@ class GraphRecord:
     reason: str = ""
     """Why the original runs."""
 
+    def note(self, *entries: PassLog) -> None:
+        """Adds what passes did; what they replaced counts from level 1 on."""
+        for entry in entries:
+            if not (entry.count or entry.declined or entry.level == 0):
+                continue
+            self.log.append(entry)
+            if entry.level >= 1 and entry.count:
+                self.rules[entry.name] += entry.count
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "block": self.block,

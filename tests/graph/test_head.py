@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -331,3 +332,46 @@ def test_the_head_of_a_model_inside_a_wrapper() -> None:
     assert isinstance(wrapper.module.lm_head.forward, HeadForward)
     hasten.restore(wrapper)
     assert "forward" not in wrapper.module.lm_head.__dict__
+
+
+class Squared(torch.autograd.Function):
+    """x^2; `apply` does not pass by `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x, lambda x: x.float()[..., :-1, :].reshape(-1, 11), lambda x: torch.tanh(x / 2.0) * 2.0],
+    ids=["as they are", "shifted rows", "soft-capped"],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_autograd_function_of_the_users_own_gets_the_gradient_through(
+    bias: bool, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    head, hidden, make, make_own = deferred(bias)
+    logits = change(make())
+    assert unseen(logits)
+    out, own = Squared.apply(logits), Squared.apply(change(make_own()))
+    torch.testing.assert_close(out, own)
+    for a, b in zip(gradients(out.sum(), head, hidden), gradients(own.sum(), head, hidden), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_backward_from_unseen_logits() -> None:
+    head, hidden, make, make_own = deferred()
+    grad = torch.randn(2, 5, 11)
+    found = []
+    for logits in (make(), make_own()):
+        hidden.grad = head.weight.grad = None
+        torch.autograd.backward([logits], [grad])
+        found.append([hidden.grad, head.weight.grad])
+    torch.testing.assert_close(found[0], found[1])
