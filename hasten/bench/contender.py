@@ -4,9 +4,10 @@ Opens the model, takes the steps, continues the prompt, writes what it measured 
 output it sends one line of JSON for each thing that happened (see `contenders.EVENT`), for a progress bar.
 With the flag it ends as soon as its standard input is closed (see `hasten.bench.child`).
 
-Every contender does what a user would write. Training: `model(input_ids, labels=..., position_ids=...).loss`
-without a cache, under autocast where it is bf16, then `loss.backward()`, `optimizer.step()`,
-`optimizer.zero_grad()`. Inference: `model(input_ids)` without gradients, the weights in bf16 where it is bf16.
+Every contender does what a user would write. Training is
+`model(input_ids, labels=..., position_ids=...).loss` without a cache, under autocast where it is bf16, then
+`loss.backward()`, `optimizer.step()` and `optimizer.zero_grad()`; inference is `model(input_ids)` without
+gradients, with weights in bf16 where it is bf16.
 """
 
 from __future__ import annotations

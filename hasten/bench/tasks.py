@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `clm` | forward, backward, optimizer | every next token | the loss |
 | `mlm` | the same | 15 % of the tokens (Devlin et al. 2019) | the loss |
-| `infer` | forward of the model without its head, no gradients, weights in the run's dtype | none | a probe's loss |
+| `infer` | forward without head and gradients, weights in the run's dtype | none | a probe's loss |
 
 The probe of `infer` is a fixed random linear classifier on the last hidden states, outside the time that is
 measured: a number that moves with every element of the output.

@@ -113,7 +113,10 @@ def model_size(model: nn.Module) -> ModelSize:
 
 def is_masked(model_name: str) -> bool:
     """Whether the model predicts masked tokens and sees both sides."""
-    return model_name == BERT_LARGE
+    from hasten.models.tiny import MASKED_FAMILIES, TORCH_ENCODER
+
+    family = model_name.removeprefix(TINY).partition(":")[0] if model_name.startswith(TINY) else ""
+    return model_name == BERT_LARGE or (family in MASKED_FAMILIES and family != TORCH_ENCODER)
 
 
 def make_blocks(
@@ -152,7 +155,8 @@ def make_blocks(
     documents_seen = int((positions == 0).sum().item())
     ids, labels = taken.input_ids.numpy(), taken.labels.numpy()
     if is_masked(model_name):
-        ids, labels = mask_tokens(ids, BERT_MASK_TOKEN, model.config.vocab_size, seed)
+        vocabulary = model.config.vocab_size
+        ids, labels = mask_tokens(ids, min(BERT_MASK_TOKEN, vocabulary - 1), vocabulary, seed)
     return Blocks(ids, labels, positions.numpy(), documents_seen)
 
 
@@ -167,12 +171,12 @@ def save_blocks(blocks: Blocks, path: Path, task: str = "clm") -> None:
 
 
 def _tiny(name: str, seed: int) -> nn.Module:
-    from hasten.models.tiny import FAMILIES, MASKED_FAMILIES, tiny_model
+    from hasten.models.tiny import FAMILIES, TORCH_ENCODER, tiny_model
 
     family, _, settings = name.removeprefix(TINY).partition(":")
-    causal = [entry for entry in FAMILIES if entry not in MASKED_FAMILIES]
-    if family not in causal:
-        raise ConfigError(f"model = {name!r}: no family of causal language models; {nearest(family, causal)}")
+    allowed = [entry for entry in FAMILIES if entry != TORCH_ENCODER]
+    if family not in allowed:
+        raise ConfigError(f"model = {name!r}: no family of language models; {nearest(family, allowed)}")
     overrides: dict[str, int] = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")

@@ -15,15 +15,6 @@ from hasten.train.screen import Screen
 QUIET = Screen(enabled=False)
 
 
-@pytest.fixture
-def text_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(6):
-        (folder / f"{number}.txt").write_text(f"document {number} says: " + chr(97 + number) * (40 + number))
-    return folder
-
-
 def test_blocks_are_the_same_each_time_and_keep_documents_apart(text_folder: Path):
     one = workload.make_blocks("tiny:llama", str(text_folder), 3, 2, 32, 0, QUIET)
     two = workload.make_blocks("tiny:llama", str(text_folder), 3, 2, 32, 0, QUIET)
@@ -81,7 +72,7 @@ def test_random_weights_in_a_folders_shape(tmp_path: Path):
     ("name", "error", "message"),
     [
         ("tiny:lama", ConfigError, "did you mean 'llama'"),
-        ("tiny:bert", ConfigError, "causal language models"),
+        ("tiny:torch_encoder", ConfigError, "no family of language models"),
         ("tiny:llama:hidden_size", ConfigError, "WHOLE NUMBER"),
         ("random:/nowhere", InputError, "no config.json"),
     ],
