@@ -162,7 +162,7 @@ def make_blocks(
 
 def save_blocks(blocks: Blocks, path: Path, task: str = "clm") -> None:
     """Writes what a contender's process reads (`Spec.blocks_file`)."""
-    columns = {"input_ids": blocks.input_ids}
+    columns: dict[str, Any] = {"input_ids": blocks.input_ids}
     if task != "infer":
         columns["labels"] = blocks.labels
     if task == "clm":
@@ -191,7 +191,7 @@ def _tiny(name: str, seed: int) -> nn.Module:
 def _bert_large(seed: int) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 1024,
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
