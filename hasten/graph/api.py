@@ -24,6 +24,7 @@ from hasten.graph.head import HeadForward, find_head
 from hasten.graph.instance import InstanceForward, put_back
 from hasten.graph.records import Report
 from hasten.graph.rules import Context, Rule
+from hasten.ops import packed
 
 _KEY = "_hasten"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -121,6 +122,7 @@ def optimize(model: _Model, **settings: Any) -> _Model:
         for block in blocks:
             block.__dict__["forward"] = BlockForward(block, engine)
         engine.recompute.blocks = blocks
+        engine.packs = _packs(model, config)
         engine.lists = list(lists_of_blocks(model))
         doors["across layers"] = engine.across_layers()
         # A wrapper (data parallel, a training framework's module) has no accessor of its own.
@@ -171,6 +173,14 @@ def _set_precision(model: nn.Module, config: Config) -> str:
     return f"{wanted}{f' ({why})' if why else ''}"
 
 
+def _packs(model: nn.Module, config: Config) -> packed.Packs:
+    """Packed weights take an eighth of the memory at most, and none under a bound or below level 3."""
+    if config.level < 3 or config.memory is not None:
+        return packed.Packs(0)
+    limit = detect(config.hardware).memory_limit_bytes.value // 8
+    return packed.register(model, limit)
+
+
 def restore(model: _Model) -> _Model:
     """Undoes `optimize`: bit-equal to the original. A model that is not optimised is left as it is."""
     state = model.__dict__.pop(_KEY, None)
@@ -178,6 +188,7 @@ def restore(model: _Model) -> _Model:
         _remove_without_cache(module)
         put_back(module)
     if state is not None and state.config.level > 0:
+        state.engine.packs.forget()
         if state.attention is not None:
             state.attention.leave()
         if state.config.buffers:
@@ -211,7 +222,7 @@ def report(model: nn.Module) -> Report:
         settings,
         dict(state.config.sources),
         state.engine.graphs,
-        {**state.doors, "memory": state.engine.recompute.state},
+        {**state.doors, "packed weights": str(state.engine.packs), "memory": state.engine.recompute.state},
         state.engine.originals,
     )
 

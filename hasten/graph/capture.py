@@ -36,6 +36,7 @@ from hasten.graph.prove import Proved, hooks_active
 from hasten.graph.recompute import Recompute
 from hasten.graph.records import GraphRecord
 from hasten.graph.rules import Rule
+from hasten.ops import packed
 
 # Distinct graphs of one class of block: autocast on and off, training and evaluation, gradient on and off,
 # static and dynamic sizes. Beyond it Dynamo runs the original code.
@@ -54,6 +55,7 @@ class Engine:
         self.lists: list[list[nn.Module]] = []
         """The model's lists of blocks, each in the order in which they run."""
 
+        self.packs = packed.Packs(0)
         self._entries: dict[Any, Callable[..., Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -63,6 +65,7 @@ class Engine:
         twin.__dict__.update(self.__dict__)
         twin.recompute = copy.deepcopy(self.recompute, memo)
         twin.lists = copy.deepcopy(self.lists, memo)
+        twin.packs = packed.Packs(0)
         return twin
 
     def across_layers(self) -> str:
@@ -138,6 +141,8 @@ class Engine:
             n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)
         )
         runs: Callable[..., Any] = rewritten.forward
+        if not torch.is_grad_enabled():
+            runs = packed.allowed()(runs)
         proved = runs
         if layer and self.config.level >= across_layers.LEVEL:
             if summands:
@@ -165,7 +170,8 @@ class Engine:
         rewritten = trace(module, examples)
         if drop_weights:
             _drop_weights(module, rewritten)
-        log = run_passes(rewritten, self.config.level, autocast, self.user_rules)
+        gradients = torch.is_grad_enabled()
+        log = run_passes(rewritten, self.config.level, autocast, self.user_rules, gradients)
         if _has_own_gradients(module) and _computes_without_gradients(rewritten):
             raise CaptureError("holds an autograd.Function, whose own gradient would be lost")
         record.note(*log)
@@ -276,6 +282,8 @@ class BlockForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        if self.engine.packs.bytes and torch.is_grad_enabled():
+            self.engine.packs.release()
         found = across_layers.only_sum(args, kwargs)
         summands = None if found is None else found[1].summands()
         if found is None or summands is None or self._runs_again() or hooks_active():

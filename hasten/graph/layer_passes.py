@@ -33,6 +33,7 @@ from hasten.graph.nodes import (
     value,
 )
 from hasten.graph.rules import Applied
+from hasten.ops import packed
 
 hops = torch.ops.hasten
 
@@ -111,6 +112,36 @@ def _weights_first(linears: list[fx.Node], place: fx.Node, order: dict[fx.Node, 
     """Whether all weights and biases exist before `place`."""
     needed = [a for node in linears for a in full_args(node)[1:3] if isinstance(a, fx.Node)]
     return all(order[a] < order[place] for a in needed)
+
+
+def products_by_packed_weights(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
+    """For a bf16 graph without gradients: every product becomes `hasten.linear`, which may use a packed weight.
+
+    An activation between two products then belongs to the first one, which applies it to its sums: nothing is
+    stored for a backward pass, so there is nothing to rebuild.
+    """
+    done = Applied("packed_weights", 3, 0, [])
+    narrow = autocast or min((dtype_of(n) or torch.float32 for n in graph.nodes), key=lambda d: d.itemsize)
+    if narrow != torch.bfloat16:
+        return done
+    for node in calls(graph):
+        if is_call(node, hops.activation_linear.default):
+            x, up, kind, weight, bias, *_ = full_args(node)
+            if up is not None or not _plain_linear(x) or len(x.users) != 1 or kind not in packed.ATTRIBUTES:
+                continue
+            inner, inner_weight, inner_bias = full_args(x)
+            with graph.inserting_before(node):
+                hidden = call(graph, hops.linear.default, inner, inner_weight, inner_bias, kind)
+                replace(node, call(graph, hops.linear.default, hidden, weight, bias))
+            done.count += 2
+    prune(graph)
+    for node in calls(graph):
+        if _plain_linear(node):
+            with graph.inserting_before(node):
+                replace(node, call(graph, hops.linear.default, *full_args(node)))
+            done.count += 1
+    prune(graph)
+    return done
 
 
 def norm_into_linears(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:

@@ -10,6 +10,7 @@ times.
 | 2 | norm + projections, projections together, activation + projection | level 1's operators |
 | 2 | residual + norm, narrow results | the passes above, which take their share first |
 | 3 | fold constants | all the rest, so that only what nobody fused is folded |
+| 3 | products by packed weights, in graphs without gradients | all the rest |
 | 3 | last sum left to the next layer (`across_layers.py`) | all the rest: it changes what the graph returns |
 """
 
@@ -33,6 +34,7 @@ from hasten.graph.layer_passes import (
     linear_with_activation,
     narrow_results,
     norm_into_linears,
+    products_by_packed_weights,
     residual_into_norm,
 )
 from hasten.graph.nodes import prune
@@ -68,13 +70,16 @@ _STRUCTURAL: tuple[tuple[int, Pass], ...] = (
     (2, narrow_results),
     (3, fold_constants),
 )
+_PACKING_LEVEL = 3
 
 
 def _apply(rule: Rule, graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
     return apply_rule(graph, rule, autocast)
 
 
-def ordered(level: int, user_rules: Sequence[Rule] = ()) -> Iterator[tuple[str, int, Pass]]:
+def ordered(
+    level: int, user_rules: Sequence[Rule] = (), gradients: bool = True
+) -> Iterator[tuple[str, int, Pass]]:
     """The passes up to `level`, in the order in which they run: (name, level, function)."""
     for rule_level in (0, 1):
         for rule in (*user_rules, *BUILTIN):
@@ -90,18 +95,27 @@ def ordered(level: int, user_rules: Sequence[Rule] = ()) -> Iterator[tuple[str, 
         for pass_level, function in _STRUCTURAL:
             if pass_level == later <= level:
                 yield function.__name__, pass_level, function
+    if level >= _PACKING_LEVEL and not gradients:
+        yield products_by_packed_weights.__name__, _PACKING_LEVEL, products_by_packed_weights
 
 
 def run_passes(
-    module: fx.GraphModule, level: int, autocast: torch.dtype | None, user_rules: Sequence[Rule] = ()
+    module: fx.GraphModule,
+    level: int,
+    autocast: torch.dtype | None,
+    user_rules: Sequence[Rule] = (),
+    gradients: bool = True,
 ) -> list[PassLog]:
-    """Rewrites `module.graph` in place. Returns one entry for each pass that did or declined something."""
+    """Rewrites `module.graph` in place. Returns one entry for each pass that did or declined something.
+
+    gradients: whether the graph is to be differentiated; without, weights may be packed once.
+    """
     graph = module.graph
     log: list[PassLog] = []
     started = time.perf_counter()
     canonicalise(graph)
     log.append(PassLog("canonical form", 0, 0, time.perf_counter() - started))
-    for name, pass_level, function in ordered(level, user_rules):
+    for name, pass_level, function in ordered(level, user_rules, gradients):
         started = time.perf_counter()
         applied = function(graph, autocast)
         if applied.count and pass_level == 0:

@@ -26,6 +26,21 @@ std::string load(std::string path, bool bf16, bool brgemm, int64_t l2_bytes) {
     return chosen.kernels->level;
 }
 
+// The same for any number of threads: pieces of a fixed size, combined in order.
+int64_t fingerprint(const at::Tensor& t) {
+    TORCH_CHECK(t.is_contiguous(), "fingerprint takes a contiguous tensor");
+    constexpr int64_t PIECE = 1 << 18;
+    const int64_t bytes = int64_t(t.nbytes()), pieces = (bytes + PIECE - 1) / PIECE;
+    std::vector<uint64_t> found(pieces);
+    const char* data = (const char*)t.const_data_ptr();
+    const auto function = level().kernels->fingerprint;
+    at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+            found[i] = function(data + i * PIECE, std::min(PIECE, bytes - i * PIECE));
+    });
+    return int64_t(function(found.data(), pieces * 8));
+}
+
 }  // namespace
 
 const Level& level() {
@@ -41,4 +56,7 @@ void release_brgemm() {
 
 TORCH_LIBRARY(hasten_cpu, m) {
     m.def("load(str path, bool bf16, bool brgemm, int l2_bytes) -> str", hasten::load);
+    m.def("fingerprint(Tensor t) -> int");
 }
+
+TORCH_LIBRARY_IMPL(hasten_cpu, CPU, m) { m.impl("fingerprint", hasten::fingerprint); }

@@ -53,6 +53,8 @@ struct Kernels {
     const char* level;
     int32_t width;  // floats in a vector
 
+    uint64_t (*fingerprint)(const void* data, int64_t bytes);
+
     // Sizes of buffers for a shape and plan.
     AttentionSizes (*attention_sizes)(const Attention&, bool backward);
     // Items: B * Hkv. False if an operand holds a value that is not finite.
@@ -68,6 +70,7 @@ struct Kernels {
 };
 
 // Each operator's files put their functions into the table.
+void fingerprint_kernels(Kernels& table);
 void attention_forward_kernels(Kernels& table);
 void attention_backward_kernels(Kernels& table);
 

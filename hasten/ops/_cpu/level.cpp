@@ -10,6 +10,7 @@ extern "C" __attribute__((visibility("default"))) const hasten::Kernels* hasten_
         hasten::Kernels t{};
         t.level = HASTEN_NAME(HASTEN_LEVEL);
         t.width = hasten::W;
+        hasten::fingerprint_kernels(t);
         hasten::attention_forward_kernels(t);
         hasten::attention_backward_kernels(t);
         return t;

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
+from hasten.ops import packed
 from hasten.ops.activation import check_gate
 from hasten.ops.activation.kernel import activate, activation_backward, check_kind, gated, gated_backward
 from hasten.ops.linear.kernel import bias_gradient, input_gradient, product, products, weight_gradient
@@ -165,6 +166,8 @@ def _forward(
     kind: str = "identity",
     compute: torch.dtype | None = None,
 ) -> Tensor:
+    if (done := packed.product(x, weight, bias, kind, resolve(x, compute))) is not None:
+        return done
     return activate(product(x, weight, bias, resolve(x, compute)), kind)
 
 
