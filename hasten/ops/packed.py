@@ -98,9 +98,7 @@ def register(model: torch.nn.Module, limit_bytes: int) -> Packs:
     return owner
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, compute: torch.dtype
-) -> Tensor | None:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, compute: torch.dtype) -> Tensor | None:
     """kind(x W^T + b) in `compute` with the packed weight; None where there is none to be had."""
     entry = _WEIGHTS.get(weight) if _ALLOWED.get() else None
     if (

@@ -59,4 +59,6 @@ TORCH_LIBRARY(hasten_cpu, m) {
     m.def("fingerprint(Tensor t) -> int");
 }
 
-TORCH_LIBRARY_IMPL(hasten_cpu, CPU, m) { m.impl("fingerprint", hasten::fingerprint); }
+TORCH_LIBRARY_IMPL(hasten_cpu, CPU, m) {
+    m.impl("fingerprint", hasten::fingerprint);
+}

@@ -1,5 +1,5 @@
-// A number that changes with any byte of a buffer, at the speed of memory: lanes of multiply and rotate, each over
-// its own words, mixed at the end. It is no cryptographic hash.
+// A number that changes with any byte of a buffer, at the speed of memory: lanes of multiply and rotate, each
+// over its own words, mixed at the end. It is no cryptographic hash.
 #include "kernels.h"
 #include "vec.h"
 
@@ -42,6 +42,8 @@ uint64_t fingerprint(const void* data, int64_t bytes) {
 
 }  // namespace
 
-void fingerprint_kernels(Kernels& table) { table.fingerprint = fingerprint; }
+void fingerprint_kernels(Kernels& table) {
+    table.fingerprint = fingerprint;
+}
 
 }  // namespace hasten
