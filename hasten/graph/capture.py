@@ -141,8 +141,6 @@ class Engine:
             n.op in ("placeholder", "get_attr") for n in mutated_nodes(rewritten.graph)
         )
         runs: Callable[..., Any] = rewritten.forward
-        if not torch.is_grad_enabled():
-            runs = packed.allowed()(runs)
         proved = runs
         if layer and self.config.level >= across_layers.LEVEL:
             if summands:
@@ -151,6 +149,8 @@ class Engine:
             record.note(log)
             if left is not None:
                 proved, runs = left.summed, left.deferred
+        if not torch.is_grad_enabled():
+            proved, runs = packed.allowed()(proved), packed.allowed()(runs)
         return Proved(
             module.forward,
             proved,

@@ -115,7 +115,7 @@ def _weights_first(linears: list[fx.Node], place: fx.Node, order: dict[fx.Node, 
 
 
 def products_by_packed_weights(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
-    """For a bf16 graph without gradients: every product becomes `hasten.linear`, which may use a packed weight.
+    """For a bf16 graph without gradients: every product is `hasten.linear`, which may use a packed weight.
 
     An activation between two products then belongs to the first one, which applies it to its sums: nothing is
     stored for a backward pass, so there is nothing to rebuild.

@@ -1,14 +1,14 @@
 """Weights in the library's own order, packed once, for products that need no gradients.
 
-oneDNN multiplies by a packed weight 8 to 25 % faster than by a plain one (measured on 2026-11-29, two cores of
-a Zen 5, bf16, 1024 rows: 0.96 to 1.0 TFLOP/s against 0.78 to 0.87), and adds the bias and applies the activation
-to the sums before they are rounded. torch exports both as `mkldnn::_reorder_linear_weight` and
+oneDNN multiplies by a packed weight 8 to 25 % faster than by a plain one (measured on 2026-11-29, two cores
+of a Zen 5, bf16, 1024 rows: 0.96 to 1.0 TFLOP/s against 0.78 to 0.87), and adds the bias and applies the
+activation to the sums before they are rounded. torch exports both as `mkldnn::_reorder_linear_weight` and
 `mkldnn::_linear_pointwise`.
 
-A packed copy is used while the weight is the same: its version counter, its address, and a fingerprint of all
-its bytes, since a write through `param.data` moves neither counter nor address. Reading a weight for that costs
-a thirtieth of the product it serves with 1024 rows. Copies are made only for parameters that were registered,
-only inside `allowed`, up to a limit, and are freed by the first training step.
+A packed copy is used while the weight is the same: its version counter, its address, and a fingerprint of
+all its bytes, since a write through `param.data` moves neither counter nor address. Reading a weight for that
+costs a thirtieth of the product it serves with 1024 rows. Copies are made only for parameters that were
+registered, only inside `allowed`, up to a limit, and are freed by the first training step.
 """
 
 from __future__ import annotations
