@@ -49,6 +49,39 @@ struct AttentionSizes {
     int64_t packed, partial, dq_part, scratch;  // packed, partial, dq_part: 4-byte units; scratch: bytes
 };
 
+// A chunk of logits [rows, V], contiguous; see cross_entropy/kernel.py.
+struct CrossEntropy {
+    Type type;
+    void* z;  // overwritten by the gradient / scale, if wanted
+    int64_t rows, V, item_rows;
+    const int64_t* labels;
+    const float* w;
+    float scale, label_smoothing, z_loss, logit_scale, softcap;
+    bool gradient;
+    float *loss, *z_sum;  // [rows]
+    float* dbias;         // [V]
+};
+
+// One parameter; decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), rest = 1 - beta,
+// square_scale = 1 / sqrt(1 - beta2^t).
+struct AdamW {
+    Type param_type, grad_type;
+    void* param;
+    const void* grad;
+    float *exp_avg, *exp_avg_sq;
+    void* shadow;  // bf16, or null
+    float decay, step_size, square_scale, beta1, rest1, beta2, rest2, eps, grad_scale;
+};
+
+struct EmbeddingGradient {
+    Type type, grad_type;         // of dweight and of grad
+    const void* grad;             // [tokens, H]
+    const int64_t *ids, *places;  // sorted, and the token of each
+    int64_t tokens, rows, H, padding_idx, item_rows;
+    float scale;
+    void* dweight;  // [rows, H]
+};
+
 struct Kernels {
     const char* level;
     int32_t width;  // floats in a vector
@@ -67,11 +100,27 @@ struct Kernels {
     void (*attention_backward)(const Attention&, int64_t item, void* scratch);
     // Items: B * Hkv * blocks of rows.
     void (*attention_dq)(const Attention&, int64_t item);
+
+    // Items: groups of item_rows rows.
+    void (*cross_entropy)(const CrossEntropy&, int64_t item);
+    // Items: groups of cross_entropy_columns columns.
+    void (*cross_entropy_bias)(const CrossEntropy&, int64_t item);
+    int64_t cross_entropy_columns;
+
+    // Elements [first, first + count) of a parameter.
+    void (*adamw)(const AdamW&, int64_t first, int64_t count);
+    double (*sum_of_squares)(Type, const void*, int64_t first, int64_t count);
+
+    // Items: groups of item_rows rows of the table.
+    void (*embedding_backward)(const EmbeddingGradient&, int64_t item);
 };
 
 // Each operator's files put their functions into the table.
 void fingerprint_kernels(Kernels& table);
 void attention_forward_kernels(Kernels& table);
 void attention_backward_kernels(Kernels& table);
+void cross_entropy_kernels(Kernels& table);
+void adamw_kernels(Kernels& table);
+void embedding_kernels(Kernels& table);
 
 }  // namespace hasten

@@ -13,6 +13,9 @@ extern "C" __attribute__((visibility("default"))) const hasten::Kernels* hasten_
         hasten::fingerprint_kernels(t);
         hasten::attention_forward_kernels(t);
         hasten::attention_backward_kernels(t);
+        hasten::cross_entropy_kernels(t);
+        hasten::adamw_kernels(t);
+        hasten::embedding_kernels(t);
         return t;
     }();
     return &table;

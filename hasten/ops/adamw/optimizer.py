@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ConfigError
-from hasten.ops.adamw import adamw_
+from hasten.ops.adamw import adamw_, total_norm
 
 
 class AdamW(torch.optim.Optimizer):
@@ -109,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
             self.last_grad_norm = None
             return 1.0
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.last_grad_norm = torch.nn.utils.get_total_norm(grads)
+        self.last_grad_norm = total_norm(grads)
         # The small constant is that of torch.nn.utils.clip_grad_norm_.
         return min(1.0, self.max_grad_norm / (self.last_grad_norm.item() + 1e-6))
 

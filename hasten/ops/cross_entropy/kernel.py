@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import InputError
+from hasten.ops import native, shadow
 
 CHUNK_BYTES = 64 << 20
 """Most bytes of a chunk's logits, in the dtype of the product."""
@@ -79,7 +80,7 @@ def linear_cross_entropy(
     labels_N = labels_N.to(torch.int64)
     x, rows, labels, w = _valid_rows(x_NK.to(compute), labels_N, token_weight_N, ignore_index, wide)
     _check_labels(labels, vocabulary, ignore_index)
-    weight = weight_VK.to(compute)
+    (weight,) = shadow.narrow([weight_VK], compute, claimable=False)
     bias = None if bias_V is None else bias_V.to(compute)
     count, need = x.shape[0], need_x or need_weight
     # Gradients are formed for weights near 1 and scaled by a power of two at the end: small weights (a mean
@@ -93,14 +94,15 @@ def linear_cross_entropy(
         dweight=_gradient_buffer(weight, count, wide) if need_weight else None,
     )
     spans = _spans(count, vocabulary * x.element_size(), CHUNK_BYTES)
-    buffers = _buffers(spans, x, vocabulary, wide)
+    fill = _torch_rows if native.refusal(x, w) else _native_rows
+    buffers = _buffers(spans, x, vocabulary, wide, blocks=fill is _torch_rows and x.dtype != wide)
     for start, end in spans:
         z = buffers.products[: end - start]
         if bias is None:
             torch.mm(x[start:end], weight.t(), out=z)
         else:
             torch.addmm(bias, x[start:end], weight.t(), out=z)
-        _logits_to_gradient(z, labels[start:end], w[start:end], scale, loss, need, sums, buffers, start)
+        fill(z, labels[start:end], w[start:end], scale, loss, need, sums, buffers, start)
         if need_x:
             torch.mm(z, weight, out=dx[start:end])
         if sums.dweight is not None:
@@ -165,16 +167,47 @@ def _gradient_buffer(weight: Tensor, count: int, wide: torch.dtype) -> Tensor:
     return make(weight.shape, dtype=wide, device=weight.device)
 
 
-def _buffers(spans: list[tuple[int, int]], x: Tensor, vocabulary: int, wide: torch.dtype) -> _Buffers:
+def _buffers(
+    spans: list[tuple[int, int]], x: Tensor, vocabulary: int, wide: torch.dtype, blocks: bool
+) -> _Buffers:
     rows = spans[0][1] if spans else 0
     block = None
-    if x.dtype != wide and rows:
+    if blocks and rows:
         block_rows = _spans(rows, vocabulary * wide.itemsize, BLOCK_BYTES)[0][1]
         block = torch.empty(block_rows, vocabulary, dtype=wide, device=x.device)
     return _Buffers(torch.empty(rows, vocabulary, dtype=x.dtype, device=x.device), block)
 
 
-def _logits_to_gradient(
+def _native_rows(
+    z: Tensor,
+    labels: Tensor,
+    w: Tensor,
+    scale: float,
+    loss: Loss,
+    need: bool,
+    sums: _Sums,
+    buffers: _Buffers,
+    offset: int,
+) -> None:
+    """As `_torch_rows`; each row is read twice and written once (`cpu.cpp`)."""
+    span = slice(offset, offset + z.shape[0])
+    torch.ops.hasten_cpu.cross_entropy_(
+        z,
+        labels.contiguous(),
+        w.contiguous(),
+        scale,
+        loss.label_smoothing,
+        loss.z_loss,
+        loss.logit_scale,
+        loss.softcap,
+        need,
+        sums.loss[span],
+        sums.z[span],
+        sums.dbias,
+    )
+
+
+def _torch_rows(
     z: Tensor,
     labels: Tensor,
     w: Tensor,

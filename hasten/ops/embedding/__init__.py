@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
+from hasten.ops import native
 from hasten.ops.registry import operator
 
 __all__ = ["embedding"]
@@ -63,11 +64,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _backward_forward(
     grad: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, padding_idx: int, scale: float
 ) -> Tensor:
+    grad_TH = grad.reshape(ids.numel(), grad.shape[-1])
+    flat = ids.reshape(-1).to(torch.int64)
+    if dtype in native.DTYPES and not native.refusal(grad):
+        return torch.ops.hasten_cpu.embedding_backward(grad_TH, flat, rows, dtype, padding_idx, scale)
     wide = torch.promote_types(grad.dtype, torch.float32)
-    grad_TH = grad.reshape(ids.numel(), grad.shape[-1]).to(wide)
+    grad_TH = grad_TH.to(wide)
     if scale != 1.0:
         grad_TH = grad_TH * scale
-    flat = ids.reshape(-1).to(torch.int64)
     if dtype == wide:
         return torch.ops.aten.embedding_dense_backward(grad_TH, flat, rows, padding_idx, False)
     # A narrow gradient is summed over the distinct ids alone: a wide [V, H] would be most of the work.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
-from hasten.ops import packed
+from hasten.ops import packed, shadow
 from hasten.ops.activation import check_gate
 from hasten.ops.activation.kernel import activate, activation_backward, check_kind, gated, gated_backward
 from hasten.ops.linear.kernel import bias_gradient, input_gradient, product, products, weight_gradient
@@ -202,20 +202,22 @@ def _pair_save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     need_weight = ctx.needs_input_grad[1]
-    ctx.save_for_backward(_kept_input(x, ctx.compute) if need_weight else None, weight, bias, *output[1:])
+    copies = shadow.claim([weight], ctx.compute) if ctx.needs_input_grad[0] else [None]
+    kept = _kept_input(x, ctx.compute) if need_weight else None
+    ctx.save_for_backward(kept, weight, bias, *copies, *output[1:])
 
 
 def _pair_backward(ctx: Any, dys: list[Tensor | None]) -> tuple[Any, ...]:
     dy = dys[0]
     if dy is None:
         return (None,) * 5
-    x, weight, bias, *preactivation = ctx.saved_tensors
+    x, weight, bias, copy, *preactivation = ctx.saved_tensors
     if preactivation:
         dy = activation_backward(dy, preactivation[0], ctx.kind)
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     dx = dweight = dbias = None
     if need_x:
-        rows = input_gradient([dy], [weight], ctx.compute)
+        rows = input_gradient([dy], shadow.saved([weight], [copy]), ctx.compute)
         dx = None if rows is None else rows.view(ctx.x_shape).to(ctx.x_dtype)
     if need_weight:
         dweight = weight_gradient(dy, x.reshape(-1, x.shape[-1]), weight)
@@ -270,16 +272,18 @@ def _group_save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.x_shape, ctx.x_dtype, ctx.compute, ctx.count = x.shape, x.dtype, resolve(x, compute), len(weights)
     ctx.set_materialize_grads(False)
     need_weights = any(ctx.needs_input_grad[1 : 1 + len(weights)])
-    ctx.save_for_backward(_kept_input(x, ctx.compute) if need_weights else None, *weights, *biases)
+    copies = shadow.claim(weights, ctx.compute) if ctx.needs_input_grad[0] else [None] * len(weights)
+    kept = _kept_input(x, ctx.compute) if need_weights else None
+    ctx.save_for_backward(kept, *copies, *weights, *biases)
 
 
 def _group_backward(ctx: Any, dys: list[Tensor | None]) -> tuple[Any, ...]:
-    x, *parameters = ctx.saved_tensors
-    weights, biases = parameters[: ctx.count], parameters[ctx.count :]
+    x, *rest = ctx.saved_tensors
+    copies, weights, biases = rest[: ctx.count], rest[ctx.count : 2 * ctx.count], rest[2 * ctx.count :]
     need_x, need_weights, need_biases = ctx.needs_input_grad[:3]
     dx = None
     if need_x:
-        rows = input_gradient(dys, weights, ctx.compute)
+        rows = input_gradient(dys, shadow.saved(weights, copies), ctx.compute)
         dx = None if rows is None else rows.view(ctx.x_shape).to(ctx.x_dtype)
     x_NK = None if x is None else x.reshape(-1, x.shape[-1])
     gradients = group_parameter_gradients(dys, x_NK, weights, biases, need_weights, need_biases)
@@ -348,17 +352,19 @@ def _activation_save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     x, up, ctx.kind, weight, bias, _ = inputs
     ctx.compute = output.dtype
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, up, weight, bias)
+    need_x, need_up = needs(ctx, 2)
+    copies = shadow.claim([weight], ctx.compute) if need_x or need_up else [None]
+    ctx.save_for_backward(x, up, weight, bias, *copies)
 
 
 def _activation_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 6
-    x, up, weight, bias = ctx.saved_tensors
+    x, up, weight, bias, copy = ctx.saved_tensors
     need_x, need_up, _, need_weight, need_bias = needs(ctx, 5)
     dx = dup = dweight = dbias = hidden = None
     if need_x or need_up:
-        rows = input_gradient([dy], [weight], ctx.compute)
+        rows = input_gradient([dy], shadow.saved([weight], [copy]), ctx.compute)
         if rows is not None:
             dhidden = rows.view(x.shape)
             if up is None:

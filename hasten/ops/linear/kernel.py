@@ -17,15 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.ops import packed
+from hasten.ops import packed, shadow
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Tensor:
     """x W^T + b with every operand in the dtype `compute`; contiguous [..., M]."""
-    if (done := packed.product(x, weight, bias, "identity", compute)) is not None:
-        return done
-    bias = None if bias is None else bias.to(compute)
-    return F.linear(x.to(compute), weight.to(compute), bias).contiguous()
+    return products(x, [weight], [] if bias is None else [bias], compute)[0]
 
 
 def products(
@@ -33,13 +30,23 @@ def products(
 ) -> list[Tensor]:
     """[x W_i^T + b_i]; x is cast once. `biases` belong to the first weights; those behind them have none."""
     x = x.to(compute)
-    return [product(x, weight, bias, compute) for weight, bias in zip_longest(weights, biases)]
+    pairs = list(zip_longest(weights, biases))
+    done = [packed.product(x, weight, bias, "identity", compute) for weight, bias in pairs]
+    plain = [weight for weight, y in zip(weights, done, strict=True) if y is None]
+    narrowed = iter(shadow.narrow(plain, compute))
+    return [
+        F.linear(x, next(narrowed), None if bias is None else bias.to(compute)).contiguous() if y is None else y
+        for (_, bias), y in zip(pairs, done, strict=True)
+    ]
 
 
 def input_gradient(
     dys: Sequence[Tensor | None], weights: Sequence[Tensor], compute: torch.dtype
 ) -> Tensor | None:
-    """Sum of dy_i W_i as [N, K] in the dtype `compute`, added inside the products; None if every dy is."""
+    """Sum of dy_i W_i as [N, K] in the dtype `compute`, added inside the products; None if every dy is.
+
+    The weights may be the copies of `shadow.claim`.
+    """
     total: Tensor | None = None
     for dy, weight in zip(dys, weights, strict=True):
         if dy is None:

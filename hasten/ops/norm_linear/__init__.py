@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ConfigError, nearest
+from hasten.ops import shadow
 from hasten.ops.layer_norm.kernel import layer_norm_backward, layer_norm_forward
 from hasten.ops.linear import (
     autocast_compute,
@@ -176,13 +177,16 @@ def _save(ctx: Any, inputs: Sequence[Any], output: list[Tensor]) -> None:
     ctx.count = len(weights)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*stats)
-    ctx.save_for_backward(h, weight, bias, *stats, *weights, *biases)
+    wanted = any(ctx.needs_input_grad[index] for index in (0, 1, 3, 4))
+    copies = shadow.claim(weights, ctx.compute) if wanted else [None] * len(weights)
+    ctx.save_for_backward(h, weight, bias, *stats, *copies, *weights, *biases)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     h, weight, bias, *rest = ctx.saved_tensors
     count = _STATISTICS[ctx.norm.kind]
-    stats, weights, biases = rest[:count], rest[count : count + ctx.count], rest[count + ctx.count :]
+    stats, rest = rest[:count], rest[count:]
+    copies, weights, biases = rest[: ctx.count], rest[ctx.count : 2 * ctx.count], rest[2 * ctx.count :]
     has_residual = len(ctx.summands) == 2
     dh = grads[0] if has_residual else None
     dys = grads[int(has_residual) : int(has_residual) + ctx.count]
@@ -196,7 +200,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     del n_NK
     need_norm = (need[0] or need[1], need[3], need[4])
     if any(need_norm):
-        dn_NK = input_gradient(dys, weights, ctx.compute)
+        dn_NK = input_gradient(dys, shadow.saved(weights, copies), ctx.compute)
         if dn_NK is not None:
             dn = dn_NK.view(h.shape)
             dnorm, dweight, dbias = ctx.norm.backward(dn, h, weight, bias, stats, need_norm)
