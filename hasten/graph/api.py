@@ -24,7 +24,7 @@ from hasten.graph.head import HeadForward, find_head
 from hasten.graph.instance import InstanceForward, put_back
 from hasten.graph.records import Report
 from hasten.graph.rules import Context, Rule
-from hasten.ops import packed
+from hasten.ops import packed, shadow
 
 _KEY = "_hasten"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -40,6 +40,7 @@ class _State:
         self, config: Config, engine: Engine, attention: AttentionDoor | None, doors: dict[str, str]
     ) -> None:
         self.config, self.engine, self.attention, self.doors = config, engine, attention, doors
+        self.copies = shadow.Copies(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         if self.config.buffers and self.config.level > 0:
@@ -49,6 +50,7 @@ class _State:
         twin.__dict__.update(self.__dict__)
         # The copy switches its own configs back, and recomputes its own blocks.
         twin.attention = copy.deepcopy(self.attention, memo)
+        twin.copies = shadow.Copies(0)
         twin.engine = copy.deepcopy(self.engine, memo)
         return twin
 
@@ -134,7 +136,9 @@ def optimize(model: _Model, **settings: Any) -> _Model:
             doors["key-value cache"] = "none in training steps that do not ask for one"
         doors["precision"] = _set_precision(model, config)
         doors["buffers"] = str(allocator.enable()) if config.buffers else "off: buffers=False"
-    model.__dict__[_KEY] = _State(config, engine, attention, doors)
+    state = model.__dict__[_KEY] = _State(config, engine, attention, doors)
+    if config.level > 0:
+        state.copies = shadow.register(model)
     return model
 
 
@@ -189,6 +193,7 @@ def restore(model: _Model) -> _Model:
         put_back(module)
     if state is not None and state.config.level > 0:
         state.engine.packs.forget()
+        state.copies.release()
         if state.attention is not None:
             state.attention.leave()
         if state.config.buffers:
@@ -222,7 +227,12 @@ def report(model: nn.Module) -> Report:
         settings,
         dict(state.config.sources),
         state.engine.graphs,
-        {**state.doors, "packed weights": str(state.engine.packs), "memory": state.engine.recompute.state},
+        {
+            **state.doors,
+            "packed weights": str(state.engine.packs),
+            "bf16 weights": str(state.copies),
+            "memory": state.engine.recompute.state,
+        },
         state.engine.originals,
     )
 

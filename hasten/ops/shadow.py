@@ -2,8 +2,8 @@
 
 Two ways, for the parameters of a model that `register` was called for:
 
-- **Forward to backward.** The forward pass casts a weight (`narrow`) and the operator saves the copy beside the
-  weight for its backward pass (`claim`), as long as the copies alive are under the model's `limit_bytes`. The
+- **Forward to backward.** The forward pass casts a weight (`narrow`) and the operator saves the copy beside
+  the weight for its backward pass (`claim`), as long as the copies alive are under the model's `limit_bytes`. The
   copy belongs to one node of the autograd graph and is freed with it, so it cannot be out of date.
 - **Lasting.** An optimizer that asks for it (`follow`) writes the copy in the pass that writes the weight
   (`rewritten`), and no forward pass casts. Such a copy is used while the weight's version counter and address
@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+WAITING_SHARE = 0.125
+"""Default limit of the copies that wait for a backward pass, as a share of the parameters' bytes."""
 FOLLOWED = torch.bfloat16
 """The dtype of lasting copies."""
 
@@ -70,7 +72,9 @@ class Copies:
         if lasting:
             return f"{lasting / 1e6:.0f} MB of bf16 weights, written by the optimizer's step"
         if self.limit_bytes:
-            return f"bf16 weights of a forward pass wait for its backward, up to {self.limit_bytes / 1e6:.0f} MB"
+            return (
+                f"bf16 weights of a forward pass wait for its backward, up to {self.limit_bytes / 1e6:.0f} MB"
+            )
         return "bf16 weights are cast in the forward and in the backward pass"
 
 
@@ -101,12 +105,14 @@ _WEIGHTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _MADE = _Made()
 
 
-def register(parameters: Iterable[Tensor], limit_bytes: int) -> Copies:
-    """Copies of these float32 parameters may be kept, up to `limit_bytes` from forward to backward pass."""
+def register(model: torch.nn.Module, limit_bytes: int | None = None) -> Copies:
+    """Copies of the model's float32 matrices may be kept; see `Copies`. The limit's default is a share."""
+    weights = [p for p in model.parameters() if p.dtype == torch.float32 and p.dim() == 2]
+    if limit_bytes is None:
+        limit_bytes = int(WAITING_SHARE * sum(p.numel() * p.element_size() for p in model.parameters()))
     owner = Copies(limit_bytes)
-    for parameter in parameters:
-        if parameter.dtype == torch.float32 and parameter.dim() == 2:
-            _WEIGHTS[parameter] = _Weight(owner)
+    for weight in weights:
+        _WEIGHTS[weight] = _Weight(owner)
     return owner
 
 
@@ -155,7 +161,7 @@ def follow(parameters: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def rewritten(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """For the writer of parameters: a bfloat16 buffer for each (empty: none is wanted), to be filled inside."""
+    """A bfloat16 buffer for each parameter (empty: none is wanted), for the writer to fill inside."""
     entries = [_WEIGHTS.get(parameter) for parameter in parameters]
     buffers = [_buffer(entry, parameter) for entry, parameter in zip(entries, parameters, strict=True)]
     yield buffers

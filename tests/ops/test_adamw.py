@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ConfigError, ShapeError
-from hasten.ops.adamw import adamw_
+from hasten.ops import native
+from hasten.ops.adamw import adamw_, total_norm
 from hasten.ops.adamw.cases import CASES, HYPER
 from hasten.ops.adamw.optimizer import AdamW
+from hasten.ops.adamw.reference import adamw
 from hasten.ops.cases import Case, check_forward, select
+
+pytestmark = pytest.mark.usefixtures("body")
 
 
 @pytest.mark.parametrize(("case", "dtype"), select(CASES), ids=str)
@@ -83,6 +87,63 @@ def test_gradients_are_left_alone_and_versions_move() -> None:
     AdamW(params, max_grad_norm=0.1).step()
     assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True) if p.grad is not None)
     assert all(p._version > v for p, v in zip(params, versions, strict=True))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 15, 16385, 40000])
+def test_gradients_of_any_dtype_and_size(size: int, grad_dtype: torch.dtype) -> None:
+    param, grad, mean, square = (
+        torch.randn(size),
+        torch.randn(size).to(grad_dtype),
+        torch.randn(size),
+        torch.rand(size),
+    )
+    expected = adamw(param, grad, mean, square, torch.tensor(7.0), **HYPER, grad_scale=0.7)
+    step = torch.tensor(7.0)
+    adamw_([param], [grad], [mean], [square], [step], **HYPER, grad_scale=0.7)
+    for value, other in zip((param, mean, square, step), expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=2e-6, atol=2e-7)
+
+
+def test_gradients_that_are_not_finite_stay_so() -> None:
+    param, grad = torch.ones(20), torch.ones(20)
+    grad[3], grad[19] = float("nan"), float("inf")
+    mean, square = torch.zeros(20), torch.zeros(20)
+    adamw_([param], [grad], [mean], [square], [torch.tensor(0.0)], **HYPER)
+    assert param.isnan().nonzero().squeeze(1).tolist() == [3, 19]
+    assert mean[19].isinf()
+    assert total_norm([grad]).isnan()
+    assert total_norm([grad[4:]]).isinf()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_total_norm(dtype: torch.dtype) -> None:
+    grads = [torch.randn(n).to(dtype) for n in (1, 513, 20000)] + [torch.randn(31, 7).to(dtype).t()]
+    exact = torch.cat([g.double().flatten() for g in grads]).norm()
+    norm = total_norm(grads)
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else norm.dtype)
+    torch.testing.assert_close(norm.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert total_norm([]) == 0
+    if dtype == torch.float64 or native.refusal():
+        return
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert total_norm(grads) == norm
+    # A view with holes is no block of memory: torch's own norm runs.
+    torch.testing.assert_close(total_norm([torch.ones(10)[::2]]), torch.tensor(5.0).sqrt())
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        generator = torch.Generator().manual_seed(0)
+        columns = [
+            [torch.rand(50001, generator=generator), torch.rand(3, generator=generator)] for _ in range(4)
+        ]
+        adamw_(*columns, [torch.tensor(1.0), torch.tensor(2.0)], **HYPER)
+        results.append(columns[0])
+    assert all(torch.equal(a, b) for r in results[1:] for a, b in zip(r, results[0], strict=True))
 
 
 def test_scheduler_closure_and_parameters_without_gradient() -> None:

@@ -10,9 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hasten.base.errors import ConfigError, InputError, ShapeError
+from hasten.ops import native
 from hasten.ops.cases import Case, check_backward, check_forward, select
 from hasten.ops.cross_entropy import kernel, linear_cross_entropy
 from hasten.ops.cross_entropy.cases import CASES
+
+pytestmark = pytest.mark.usefixtures("body")
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 N, K, V = 63, 32, 1003
@@ -206,6 +209,80 @@ def test_the_same_input_gives_the_same_bits() -> None:
             loss = linear_cross_entropy(x, weight, labels, bias, token_weight=token_weight)
         runs.append([loss, *torch.autograd.grad(loss, [x, weight, bias])])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def _rows(z: Tensor, **constants: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, gradient and its column sums of rows of logits, by the body that is on."""
+    rows, vocabulary = z.shape
+    loss = kernel.Loss(*(constants.get(k, d) for k, d in _CONSTANTS.items()))
+    sums = kernel._Sums(torch.empty(rows), torch.empty(rows), torch.zeros(vocabulary), None)
+    labels = torch.arange(rows) * 7 % vocabulary
+    fill = kernel._torch_rows if native.refusal(z) else kernel._native_rows
+    block = None if z.dtype == torch.float32 else torch.empty(rows, vocabulary)
+    gradient = z.clone()
+    fill(gradient, labels, torch.ones(rows), 1.0, loss, True, sums, kernel._Buffers(gradient, block), 0)
+    assert sums.dbias is not None
+    return sums.loss, gradient, sums.dbias
+
+
+_CONSTANTS = {"label_smoothing": 0.0, "z_loss": 0.0, "logit_scale": 1.0, "softcap": 0.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [1, 3, 17, 511, 2048 + 13, 5000])
+def test_rows_of_any_length(vocabulary: int, dtype: torch.dtype) -> None:
+    z = (torch.randn(5, vocabulary) * 3).to(dtype)
+    exact = z.double().requires_grad_()
+    labels = torch.arange(5) * 7 % vocabulary
+    expected = F.cross_entropy(exact, labels, reduction="none", label_smoothing=0.1)
+    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    loss, gradient, dbias = _rows(z, label_smoothing=0.1)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    torch.testing.assert_close(dbias.double(), wanted.sum(0), rtol=0, atol=5 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_infinite_logits_are_as_in_torch(softcap: float) -> None:
+    inf, nan = float("inf"), float("nan")
+    z = torch.randn(6, 4500)
+    z[0, 100:2500] = -inf  # a whole block
+    z[1, 5] = inf
+    z[2, 4400] = nan
+    z[3] = -inf
+    z[4, 2048:4096] = nan
+    z[5, :2048], z[5, 3] = -inf, nan
+    got = _rows(z, softcap=softcap)
+    with native.switched_off():
+        expected = _rows(z, softcap=softcap)
+    for value, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    z = torch.randn(4, 3000) * 1e4
+    expected = F.cross_entropy(z.double(), torch.arange(4) * 7, reduction="none")
+    loss, gradient, _ = _rows(z)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    assert gradient.isfinite().all()
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    z = torch.randn(40, 5000).bfloat16()
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(_rows(z, label_smoothing=0.1, softcap=9.0))
+    if not native.refusal(z):
+        assert all(torch.equal(a, b) for r in results[1:] for a, b in zip(r, results[0], strict=True))
+
+
+def test_labels_and_weights_with_strides() -> None:
+    x, weight, _, labels, _ = _problem()
+    wide_labels, wide_weight = torch.stack([labels, labels], 1)[:, 0], torch.rand(1).expand(N)
+    with torch.no_grad():
+        got = linear_cross_entropy(x, weight, wide_labels, token_weight=wide_weight)
+        assert torch.equal(got, linear_cross_entropy(x, weight, labels, token_weight=wide_weight.clone()))
 
 
 def test_gradients_are_made_only_where_needed() -> None:

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hasten.base.errors import ShapeError
+from hasten.ops import native
 from hasten.ops.cases import Case, check_backward, check_forward, select
 from hasten.ops.embedding import embedding
 from hasten.ops.embedding.cases import CASES
+
+pytestmark = pytest.mark.usefixtures("body")
 
 
 @pytest.mark.parametrize(("case", "dtype"), select(CASES), ids=str)
@@ -35,6 +38,40 @@ def test_padding_row_gets_no_gradient(dtype: torch.dtype) -> None:
     embedding(torch.tensor([[0, 2, 2], [1, 2, 0]]), weight, padding_idx=2).sum().backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == [2.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 63, 513, 1024 + 13])
+def test_tables_of_any_width(width: int, dtype: torch.dtype) -> None:
+    ids = torch.tensor([[5, 0, 2047], [5, 5, 1]], dtype=torch.int32)
+    grad = torch.randn(2, 3, width).to(dtype)
+    table = torch.zeros(2048, width, dtype=torch.float64)
+    table.index_add_(0, ids.reshape(-1).long(), grad.reshape(6, width).double() * 1.5)
+    table[1] = 0
+    got = torch.ops.hasten.embedding_backward(grad, ids, 2048, dtype, 1, 1.5)
+    torch.testing.assert_close(got.double(), table, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_sums_are_in_the_order_of_the_tokens(threads: int) -> None:
+    ids, grad = torch.randint(3, (500,)), torch.randn(500, 33)
+    torch.set_num_threads(threads)
+    got = torch.ops.hasten.embedding_backward(grad, ids, 3, torch.float32, -1, 1.0)
+    expected = torch.zeros(3, 33)
+    for token, row in zip(ids.tolist(), grad, strict=True):
+        expected[token] += row
+    assert torch.equal(got, expected)
+
+
+def test_ids_outside_the_table_are_refused() -> None:
+    if native.refusal():
+        pytest.skip("torch's own kernel does not look")
+    for wrong in (-1, 4):
+        with pytest.raises(IndexError, match="outside"):
+            torch.ops.hasten.embedding_backward(
+                torch.ones(1, 2), torch.tensor([wrong]), 4, torch.float32, -1, 1.0
+            )
 
 
 def test_saves_only_the_ids() -> None:

@@ -88,18 +88,20 @@ def _forward(
                 tensor.copy_(value)
     if kernel[0]:
         with shadow.rewritten(kernel[0]) as shadows:
-            torch.ops.hasten_cpu.adamw_(
-                *kernel, shadows, lr, beta1, beta2, eps, weight_decay, grad_scale
-            )
+            torch.ops.hasten_cpu.adamw_(*kernel, shadows, lr, beta1, beta2, eps, weight_decay, grad_scale)
     if not fused[0]:
         return
     torch._foreach_add_(fused[4], 1)
     pieces = (fused,) if grad_scale == 1.0 else _scaled_pieces(fused, grad_scale)
-    for p, g, m, v, t in pieces:
-        torch._fused_adamw_(
-            p, g, m, v, [], t, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
+    with shadow.rewritten(fused[0]) as shadows:
+        for p, g, m, v, t in pieces:
+            torch._fused_adamw_(
+                p, g, m, v, [], t, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+        for param, copy in zip(fused[0], shadows, strict=True):
+            if copy.numel():
+                copy.copy_(param)
 
 
 def _one_layout(row: tuple[Tensor, ...]) -> bool:

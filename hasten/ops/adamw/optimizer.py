@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ConfigError
+from hasten.ops import shadow
 from hasten.ops.adamw import adamw_, total_norm
 
 
@@ -21,6 +22,10 @@ class AdamW(torch.optim.Optimizer):
         foreach, fused: accepted and without effect; the step is always the fused one.
         max_grad_norm: clip the gradients' total 2-norm over all groups to this, as
             `torch.nn.utils.clip_grad_norm_` does, but without writing the scaled gradients.
+        shadows: for parameters of a model under `hasten.optimize`, also writes the bfloat16 copies that its
+            products use, so that no forward pass casts. The promise: between a step and the next one nothing
+            writes parameters through `.data`, which leaves no trace (`with torch.no_grad(): p.clamp_()` is
+            seen). Costs 2 bytes a parameter.
 
     Attributes:
         last_grad_norm: total 2-norm of the last step's gradients before clipping; None if it was not needed.
@@ -44,6 +49,7 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
+        shadows: bool = False,
     ) -> None:
         modes = {
             "amsgrad": amsgrad,
@@ -75,6 +81,7 @@ class AdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self.max_grad_norm = max_grad_norm
+        self.shadows = shadows
         self.last_grad_norm: Tensor | None = None
 
     @torch.no_grad()
@@ -89,6 +96,8 @@ class AdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             params = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in params]
+            if self.shadows:
+                shadow.follow(params)
             adamw_(
                 params,
                 [p.grad for p in params],

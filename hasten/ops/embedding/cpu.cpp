@@ -38,12 +38,13 @@ void table_rows(const EmbeddingGradient& a, int64_t item) {
         else
             high = middle;
     }
-    for (int64_t row = first; row < last; row++) {
+    // Few rows of a table have a token: all are cleared at once, which does not read them first.
+    std::memset((char*)a.dweight + first * H * int64_t(sizeof(T)), 0, size_t((last - first) * H) * sizeof(T));
+    while (at < a.tokens && a.ids[at] < last) {
+        const int64_t row = a.ids[at];
         int64_t end = at;
         while (end < a.tokens && a.ids[end] == row) end++;
-        if (end == at || row == a.padding_idx)
-            std::memset((char*)a.dweight + row * H * int64_t(sizeof(T)), 0, size_t(H) * sizeof(T));
-        else
+        if (row != a.padding_idx)
             for (int64_t c = 0; c < H; c += BLOCK)
                 one_block<G, T>(a, row, at, end, c, std::min(BLOCK, H - c));
         at = end;

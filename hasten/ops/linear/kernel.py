@@ -1,8 +1,8 @@
 """Products x W^T and their gradients over flattened rows.
 
-Weights are cast to the dtype of the product once in each pass and the cast is not kept: for a model of 135
-million parameters the kept bfloat16 copies would be 270 MB. Casting again in the backward pass was measured
-on 2026-11-29 (AVX512-BF16, two cores, 1024 rows, K=576) at 4 % of the product for M=960 and 7 % for M=3072.
+Weights are cast to the dtype of the product in the forward pass, and again in the backward pass unless the
+operator saved the copy; `hasten.ops.shadow` says when. Casting was measured on 2026-11-29 (AVX512-BF16, two
+cores, 1024 rows, K=576) at 4 % of the product for M=960 and 7 % for M=3072.
 
 Projections of one input stay separate products. One product over packed weights was measured at 0.99x to
 1.01x of the separate ones there, and its outputs would be strided: silu(gate) * up then takes 1.5x.
