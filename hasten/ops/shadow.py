@@ -3,8 +3,8 @@
 Two ways, for the parameters of a model that `register` was called for:
 
 - **Forward to backward.** The forward pass casts a weight (`narrow`) and the operator saves the copy beside
-  the weight for its backward pass (`claim`), as long as the copies alive are under the model's `limit_bytes`. The
-  copy belongs to one node of the autograd graph and is freed with it, so it cannot be out of date.
+  the weight for its backward pass (`claim`), as long as the copies alive are under the model's `limit_bytes`.
+  The copy belongs to one node of the autograd graph and is freed with it: it cannot be out of date.
 - **Lasting.** An optimizer that asks for it (`follow`) writes the copy in the pass that writes the weight
   (`rewritten`), and no forward pass casts. Such a copy is used while the weight's version counter and address
   are those of that write. An in-place change moves the counter, an exchange of `.data` moves the address; but
