@@ -101,8 +101,8 @@ struct Kernels {
     // Items: B * Hkv * blocks of rows.
     void (*attention_dq)(const Attention&, int64_t item);
 
-    // Items: groups of item_rows rows.
-    void (*cross_entropy)(const CrossEntropy&, int64_t item);
+    // Items: groups of item_rows rows. Scratch: V rounded up to columns, and one float for each column group.
+    void (*cross_entropy)(const CrossEntropy&, int64_t item, float* scratch);
     // Items: groups of cross_entropy_columns columns.
     void (*cross_entropy_bias)(const CrossEntropy&, int64_t item);
     int64_t cross_entropy_columns;

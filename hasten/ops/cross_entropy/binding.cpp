@@ -1,6 +1,7 @@
 // Cross-entropy over a chunk of logits, on torch tensors.
 #include "../_cpu/binding.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 namespace hasten {
@@ -30,14 +31,16 @@ void cross_entropy(const Tensor& z, const Tensor& labels, const Tensor& w, doubl
         TORCH_CHECK_INDEX(a.labels[r] >= 0 && a.labels[r] < a.V, "label ", a.labels[r], " of ", a.V);
     const Kernels& kernels = *level().kernels;
     a.item_rows = std::max<int64_t>(1, 16384 / a.V);
-    spread((a.rows + a.item_rows - 1) / a.item_rows,
-           [&](int64_t item, int64_t) { kernels.cross_entropy(a, item); });
+    const int64_t columns = kernels.cross_entropy_columns, groups = (a.V + columns - 1) / columns;
+    const int64_t items = (a.rows + a.item_rows - 1) / a.item_rows;
+    const Tensor scratch = at::empty({slots(items), groups * (columns + 1)}, loss.options());
+    spread(items, [&](int64_t item, int64_t slot) {
+        kernels.cross_entropy(a, item, scratch.data_ptr<float>() + slot * scratch.size(1));
+    });
     if (!dbias || !gradient) return;
     TORCH_CHECK(dbias->is_contiguous() && dbias->numel() == a.V, "cross_entropy_: dbias needs [", a.V, "]");
     a.dbias = dbias->data_ptr<float>();
-    const int64_t columns = kernels.cross_entropy_columns;
-    spread((a.V + columns - 1) / columns,
-           [&](int64_t item, int64_t) { kernels.cross_entropy_bias(a, item); });
+    spread(groups, [&](int64_t item, int64_t) { kernels.cross_entropy_bias(a, item); });
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Cross-entropy of rows of logits and its gradient, written over the logits: see kernel.py for the formulas.
 //
-// A row [V] is read twice: once for maximum, sum and label, a block at a time so that the exponentials find
-// their block in the first-level cache, and once to turn each logit into its gradient. At V = 49152 in bf16 a
-// row is 96 KB and the second read comes from the second-level cache.
+// A row [V] is read once and written once. The exponentials of its blocks wait in a scratch of floats, which
+// the second-level cache holds together with the row (V = 49152 in bf16: 96 + 192 KB), until the sum is
+// known.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -30,6 +30,14 @@ struct Logit {
     }
 };
 
+inline float scalar(float x) {
+    return x;
+}
+template <class T>
+inline float scalar(T x) {
+    return widen_scalar(x);
+}
+
 inline VI lanes() {
     VI v;
     for (int i = 0; i < W; i++) v[i] = i;
@@ -42,16 +50,16 @@ struct Sums {
     double total = 0, plain = 0;
 };
 
+// terms[c] = exp(logit c - shifts[c / BLOCK]), where a shift is the largest logit up to its block's end.
 template <class T, bool Capped>
-Sums read_row(const CrossEntropy& a, const T* z) {
+Sums read_row(const CrossEntropy& a, const T* z, float* terms, float* shifts) {
     Sums sums;
-    float values[BLOCK];
-    for (int64_t c0 = 0; c0 < a.V; c0 += BLOCK) {
+    for (int64_t c0 = 0; c0 < a.V; c0 += BLOCK, terms += BLOCK, shifts++) {
         const int64_t n = std::min(BLOCK, a.V - c0), whole = n / W * W, rest = n - whole;
         VF largest = splat(-INF), plain{};
         for (int64_t c = 0; c < whole; c += W) {
             const VF s = Logit<Capped>(a, load_float(z + c0 + c)).value;
-            store(values + c, s);
+            store(terms + c, s);
             largest = maximum(largest, s);
             plain = plain + s;
         }
@@ -60,61 +68,78 @@ Sums read_row(const CrossEntropy& a, const T* z) {
             VF s = Logit<Capped>(a, load_part(z + c0 + whole, int(rest))).value;
             plain = plain + (inside ? s : VF{});
             s = inside ? s : splat(-INF);
-            store(values + whole, s);
+            store(terms + whole, s);
             largest = maximum(largest, s);
         }
         const float before = sums.largest, now = max_of(largest);
         if (!(now <= before)) {
-            // A block of -inf alone leaves the maximum there, and its terms must be 0, not NaN.
             if (before != -INF) sums.total *= std::exp(double(before) - double(now));
             sums.largest = now;
         }
+        *shifts = sums.largest;
+        // Where all so far is -inf the terms must be 0, not NaN.
         const VF shift = splat(sums.largest == -INF ? 0.0f : sums.largest);
         VF total{};
-        for (int64_t c = 0; c < n; c += W) total = total + exp_of(load(values + c) - shift);
+        for (int64_t c = 0; c < n; c += W) {
+            const VF term = exp_of(load(terms + c) - shift);
+            store(terms + c, term);
+            total = total + term;
+        }
         sums.total += double(sum(total));
         sums.plain += double(sum(plain));
     }
     return sums;
 }
 
+// z = (factor * term - minus) * the derivative of the soft-cap, for n columns of one block.
 template <class T, bool Capped>
-void one_row(const CrossEntropy& a, int64_t r) {
+void write_columns(const CrossEntropy& a, T* z, const float* terms, float factor, float minus, int64_t n) {
+    const auto gradient = [&](const float* term, VF from) {
+        VF g = load(term) * factor - minus;
+        if (Capped) g = g * Logit<true>(a, from).slope;
+        return g;
+    };
+    const int64_t whole = n / W * W;
+    for (int64_t c = 0; c < whole; c += W)
+        store_float(z + c, gradient(terms + c, Capped ? load_float(z + c) : VF{}));
+    if (const int rest = int(n - whole))
+        store_part(z + whole, gradient(terms + whole, load_part(z + whole, rest)), rest);
+}
+
+template <class T, bool Capped>
+void one_row(const CrossEntropy& a, int64_t r, float* scratch) {
     T* z = (T*)a.z + r * a.V;
+    float *terms = scratch, *shifts = scratch + (a.V + BLOCK - 1) / BLOCK * BLOCK;
     const int64_t label = a.labels[r];
     const float w = a.w[r];
-    const Sums sums = read_row<T, Capped>(a, z);
-    const VF label_z = load_part(z + label, 1);
-    const Logit<Capped> target(a, label_z);
+    const Sums sums = read_row<T, Capped>(a, z, terms, shifts);
+    const T label_z = z[label];
+    const float target = Logit<Capped>(a, splat(scalar(label_z))).value[0];
     const double lse = double(sums.largest) + std::log(sums.total), s = a.label_smoothing;
-    double loss = lse - double(target.value[0]);
+    double loss = lse - double(target);
     if (s != 0) loss = (1 - s) * loss + s * (lse - sums.plain / double(a.V));
     a.loss[r] = float(loss * w);
     a.z_sum[r] = float(a.z_loss * lse * lse * w);
     if (!a.gradient) return;
     const double weight = double(w) / a.scale * a.logit_scale;
-    const float factor = float(weight * (1 + 2 * double(a.z_loss) * lse) / sums.total);
+    const double factor = weight * (1 + 2 * double(a.z_loss) * lse) / sums.total;
     const float uniform = float(weight * s / double(a.V)), hit = float(weight * (1 - s));
-    const auto gradient = [&](VF from, float minus) {
-        const Logit<Capped> logit(a, from);
-        VF g = exp_of(logit.value - sums.largest) * factor - minus;
-        if (Capped) g = g * logit.slope;
-        return g;
+    const auto block_factor = [&](int64_t c) {
+        return float(factor * std::exp(double(shifts[c / BLOCK]) - double(sums.largest)));
     };
-    int64_t c = 0;
-    for (; c + W <= a.V; c += W) store_float(z + c, gradient(load_float(z + c), uniform));
-    if (c < a.V) {
-        const int rest = int(a.V - c);
-        store_part(z + c, gradient(load_part(z + c, rest), uniform), rest);
-    }
-    store_part(z + label, gradient(label_z, uniform + hit), 1);
+    for (int64_t c = 0; c < a.V; c += BLOCK)
+        write_columns<T, Capped>(a, z + c, terms + c, block_factor(c), uniform, std::min(BLOCK, a.V - c));
+    // The label's column again, from its logit, in float: p - 1 cancels.
+    z[label] = label_z;
+    const float term[W] = {terms[label]};
+    write_columns<T, Capped>(a, z + label, term, block_factor(label), uniform + hit, 1);
 }
 
 template <class T>
-void rows(const CrossEntropy& a, int64_t item) {
+void rows(const CrossEntropy& a, int64_t item, float* scratch) {
     const int64_t end = std::min(a.rows, (item + 1) * a.item_rows);
     for (int64_t r = item * a.item_rows; r < end; r++)
-        a.softcap > 0 ? one_row<T, true>(a, r) : one_row<T, false>(a, r);
+        a.softcap > 0 ? one_row<T, true>(a, r, scratch) : one_row<T, false>(a, r, scratch);
 }
 
 // dbias += the sums of gradients over rows, for the columns of one item, in the order of the rows.
@@ -133,10 +158,10 @@ void columns(const CrossEntropy& a, int64_t item) {
     for (int64_t c = 0; c < n; c++) a.dbias[first + c] += total[c];
 }
 
-void cross_entropy(const CrossEntropy& a, int64_t item) {
-    if (a.type == Type::f32) return rows<float>(a, item);
-    if (a.type == Type::bf16) return rows<bf16>(a, item);
-    rows<f16>(a, item);
+void cross_entropy(const CrossEntropy& a, int64_t item, float* scratch) {
+    if (a.type == Type::f32) return rows<float>(a, item, scratch);
+    if (a.type == Type::bf16) return rows<bf16>(a, item, scratch);
+    rows<f16>(a, item, scratch);
 }
 
 void cross_entropy_bias(const CrossEntropy& a, int64_t item) {

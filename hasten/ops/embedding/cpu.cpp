@@ -19,8 +19,7 @@ void one_block(const EmbeddingGradient& a, int64_t row, int64_t at, int64_t end,
         const G* from = (const G*)a.grad + a.places[at] * a.H + c0;
         for (int64_t c = 0; c < whole; c += W)
             store(sums + c, load(sums + c) + load_float(from + c) * a.scale);
-        if (rest)
-            store(sums + whole, load(sums + whole) + load_part(from + whole, rest) * a.scale);
+        if (rest) store(sums + whole, load(sums + whole) + load_part(from + whole, rest) * a.scale);
     }
     T* to = (T*)a.dweight + row * a.H + c0;
     for (int64_t c = 0; c < whole; c += W) store_float(to + c, load(sums + c));
