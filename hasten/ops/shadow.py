@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-WAITING_SHARE = 0.125
-"""Default limit of the copies that wait for a backward pass, as a share of the parameters' bytes."""
+WAITING_SHARE = 0.0
+"""Default limit of the copies that wait for a backward pass, as a share of the parameters' bytes; 0.5 is room
+for all. They gave 0.4 % of a step's time for 3 % more memory (docs/LOG.md, 2026-11-29): none wait."""
 FOLLOWED = torch.bfloat16
 """The dtype of lasting copies."""
 
