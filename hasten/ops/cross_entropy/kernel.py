@@ -7,9 +7,9 @@ weight w has
     dloss/dz = w * ((1 + 2 * z_loss * lse) * p - (1 - s) * onehot(label) - s / V)
 
 A chunk's logits stay in the dtype of the product. The native kernel (`cpu.cpp`) turns each row into dloss/dz
-in place; the torch body does it in blocks of a few rows, small enough for the caches, widened to float32. Rows
-that are ignored are left out before the product. The gradient of W is summed over chunks in float32, a slice of
-W at a time, so that each slice's product is added while it is in cache.
+in place; the torch body does it in blocks of a few rows, small enough for the caches, widened to float32.
+Ignored rows are left out before the product. The gradient of W is summed over chunks in float32, a slice of W
+at a time, so that each slice's product is added while it is in cache.
 
 Measured on 2026-11-29 at N=1024, K=576, V=49152 in bfloat16 (AVX512-BF16, one thread, processor time): 0.63 s
 of which the three products alone are 0.50 s; plain torch 1.08 s. Chunks of 48 MB and blocks of 2 or 8 MB are

@@ -35,7 +35,9 @@ def products(
     plain = [weight for weight, y in zip(weights, done, strict=True) if y is None]
     narrowed = iter(shadow.narrow(plain, compute))
     return [
-        F.linear(x, next(narrowed), None if bias is None else bias.to(compute)).contiguous() if y is None else y
+        F.linear(x, next(narrowed), None if bias is None else bias.to(compute)).contiguous()
+        if y is None
+        else y
         for (_, bias), y in zip(pairs, done, strict=True)
     ]
 
