@@ -2,6 +2,7 @@
 
 A machine without a C++ compiler gets the package without them: the operators then run their torch bodies, and
 `hasten doctor` says so. With HASTEN_REQUIRE_NATIVE=1 a failing build is an error. CXX names the compiler.
+HASTEN_LEVELS=generic,avx2 builds these levels only; HASTEN_SANITIZE=1 builds for `make check-native`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ X86_LEVELS = {
     "avx512": AVX512,
     "amx": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
-SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
+SANITIZE = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g",
+    "-O1",
+)
 
 
 class BuildKernels(build_ext):
@@ -64,11 +71,23 @@ def find_compiler() -> str:
     raise FileNotFoundError(f"no C++ compiler ({wanted or 'c++, g++, clang++'}) is on PATH")
 
 
+def levels_to_build() -> dict[str, tuple[str, ...]]:
+    """Flags by level: all that the architecture has, or those of HASTEN_LEVELS."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    levels: dict[str, tuple[str, ...]] = X86_LEVELS if x86 else {"generic": ()}
+    chosen = os.environ.get("HASTEN_LEVELS")
+    if not chosen:
+        return levels
+    if unknown := set(chosen.split(",")) - set(levels):
+        raise SystemExit(f"HASTEN_LEVELS: no level {', '.join(sorted(unknown))}; there are {', '.join(levels)}")
+    return {name: levels[name] for name in chosen.split(",")}
+
+
 def build(compiler: str, target: Path, scratch: Path) -> None:
     """Compiles every source, in parallel, and links `binding.so` and one `kernels_LEVEL.so` a level."""
     scratch.mkdir(parents=True, exist_ok=True)
     extra = SANITIZE if os.environ.get("HASTEN_SANITIZE") == "1" else ()
-    levels = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": ()}
+    levels = levels_to_build()
     kernels = [OPS / "_cpu/level.cpp", *sorted(OPS.glob("*/cpu*.cpp"))]
     bindings = sorted(OPS.glob("*/binding.cpp"))
     commands, objects = [], {}

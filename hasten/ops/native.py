@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
-from hasten.base.facts import Facts, detect
+from hasten.base.errors import ConfigError
+from hasten.base.facts import ISA_LEVELS, Facts, detect
 
 _FOLDER = Path(__file__).parent / "_cpu"
 _OFF = ContextVar("hasten_native_off", default=False)
+# The bits of XCR0 that a level's registers need (Intel SDM, volume 1, 13.1): SSE and AVX; the masks and the
+# upper halves of AVX-512; the tiles.
+REGISTERS = {"generic": 0, "avx2": 0x6, "avx512": 0xE6, "amx": 0x600E6}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,22 +45,46 @@ def _load() -> State:
     if os.environ.get("HASTEN_NATIVE", "1") == "0":
         return State(None, "HASTEN_NATIVE=0")
     facts = detect()
-    level = facts.isa.value
-    binding, library = _FOLDER / "binding.so", _FOLDER / f"kernels_{level}.so"
-    if not binding.exists() or not library.exists():
-        return State(
-            None,
-            f"{binding.name if not binding.exists() else library.name} was not built: install a C++ compiler "
-            "and install hasten again",
-        )
+    binding = _FOLDER / "binding.so"
+    if not binding.exists():
+        return _not_built(binding)
     try:
         torch.ops.load_library(str(binding))
     except OSError as error:  # built against another torch
         return State(None, f"{binding.name} does not load, install hasten again: {error}")
+    level = saved_level(facts, torch.ops.hasten_cpu.saved_registers())
+    library = _FOLDER / f"kernels_{level}.so"
+    if not library.exists():
+        return _not_built(library)
     bf16 = level in ("avx512", "amx") and "avx512_bf16" in facts.flags.value
     torch.ops.hasten_cpu.load(str(library), bf16, level == "amx", _second_level_bytes(facts))
     how = "AMX" if level == "amx" else "pairs of bf16" if bf16 else "bf16 widened to fp32"
     return State(level, f"{library.name}, {how}", bf16, level == "amx")
+
+
+def _not_built(library: Path) -> State:
+    return State(None, f"{library.name} was not built: install a C++ compiler and install hasten again")
+
+
+def saved_level(facts: Facts, registers: int) -> str:
+    """The level in force, or the highest below it whose registers the system saves.
+
+    Linux hides most of what it does not save from /proc/cpuinfo, not all: a virtual machine may show AVX-512
+    and not save its registers.
+
+    Raises:
+        ConfigError: the environment forces a level whose registers are not saved.
+    """
+    wanted = facts.isa.value
+    saved = [level for level in ISA_LEVELS if REGISTERS[level] & ~registers == 0]
+    if wanted in saved:
+        return wanted
+    if facts.isa.source == "HASTEN_ISA":
+        raise ConfigError(
+            f"HASTEN_ISA asks for {wanted!r}, but the system does not save its registers "
+            f"(XCR0 is {registers:#x}); allowed: {', '.join(saved)}"
+        )
+    return next(level for level in reversed(ISA_LEVELS[: ISA_LEVELS.index(wanted)]) if level in saved)
 
 
 def _second_level_bytes(facts: Facts) -> int:

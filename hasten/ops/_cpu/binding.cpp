@@ -5,7 +5,14 @@
 #include <dlfcn.h>
 #include <torch/library.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace hasten {
+
+std::atomic<int64_t> launches{0};
+
 namespace {
 
 Level chosen;
@@ -14,6 +21,21 @@ void brgemm_bf16(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int6
                  const void* A, const void* B, float* C) {
     at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, (const at::BFloat16*)A, (const at::BFloat16*)B,
                                 C);
+}
+
+// XCR0: the register sets that the system saves when it switches threads (Intel SDM, volume 1, 13.1). An
+// instruction on a set that it does not save faults, whatever CPUID says of the processor.
+int64_t saved_registers() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    constexpr unsigned osxsave = 1u << 27;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & osxsave)) return 0;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return int64_t(uint64_t(high) << 32 | low);
+#else
+    return 0;
+#endif
 }
 
 // The library stays loaded: its table is in use for the life of the process.
@@ -56,6 +78,8 @@ void release_brgemm() {
 
 TORCH_LIBRARY(hasten_cpu, m) {
     m.def("load(str path, bool bf16, bool brgemm, int l2_bytes) -> str", hasten::load);
+    m.def("saved_registers() -> int", hasten::saved_registers);
+    m.def("launches() -> int", [] { return hasten::launches.load(); });
     m.def("fingerprint(Tensor t) -> int");
 }
 

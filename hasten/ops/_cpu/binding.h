@@ -22,6 +22,9 @@ const Level& level();
 
 void release_brgemm();
 
+// How often work was spread: tells whether a kernel or a torch body answered a call.
+extern std::atomic<int64_t> launches;
+
 // f(item, slot) for every item; items are taken one by one, slots are below `slots(items)` and never shared.
 inline int64_t slots(int64_t items) {
     return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), items));
@@ -29,6 +32,7 @@ inline int64_t slots(int64_t items) {
 
 template <class F>
 void spread(int64_t items, const F& f) {
+    launches.fetch_add(1, std::memory_order_relaxed);
     std::atomic<int64_t> next{0};
     at::parallel_for(0, slots(items), 1, [&](int64_t begin, int64_t end) {
         for (int64_t slot = begin; slot < end; slot++)
