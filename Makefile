@@ -10,15 +10,17 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 CPP_FILES := $(shell find hasten -name '*.cpp' -o -name '*.h' 2>/dev/null)
 NATIVE := hasten/ops/_cpu/binding.so
+SANITIZED := build/sanitized
+SANITIZED_LEVELS := $(if $(filter x86_64 amd64,$(shell uname -m)),generic avx2,generic)
 # Two processes with one thread each.
 PYTEST_FLAGS ?= -n 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env native demo test check format bench clean
+.PHONY: help env native demo test check check-native format bench clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 env: $(STAMP) ## create .venv with everything that hasten needs
 
@@ -50,6 +52,16 @@ check: $(STAMP) ## lint, format, types, import rules
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(if $(CPP_FILES),$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES))
+
+# Python itself knows nothing of the sanitizers, so their libraries come first.
+check-native: $(STAMP) ## the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on small cases
+	HASTEN_SANITIZE=1 HASTEN_REQUIRE_NATIVE=1 HASTEN_LEVELS=$(subst $() $(),$(strip ,),$(SANITIZED_LEVELS)) \
+		$(PY) setup.py --quiet build --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
+	set -e; for level in $(SANITIZED_LEVELS); do \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_WAIT_POLICY=passive \
+		HASTEN_ISA=$$level PYTHONPATH=$(SANITIZED) \
+		$(PY) tests/ops/level_suite.py --package $(SANITIZED)/hasten; done
 
 format: $(STAMP) ## rewrite files in the project's format
 	$(VENV)/bin/ruff check --fix-only .

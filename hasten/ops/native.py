@@ -8,6 +8,7 @@ says why. `HASTEN_NATIVE=0` switches the kernels off.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -98,6 +99,19 @@ _STATE = _load()
 def state() -> State:
     """What is loaded."""
     return _STATE
+
+
+def launches() -> int:
+    """How often a kernel has run in this process, all kernels together; a difference tells who answered."""
+    return 0 if _STATE.level is None else int(torch.ops.hasten_cpu.launches())
+
+
+def build_hash() -> str:
+    """Of the loaded libraries; empty without."""
+    if _STATE.level is None:
+        return ""
+    names = ("binding.so", f"kernels_{_STATE.level}.so")
+    return hashlib.sha256(b"".join((_FOLDER / name).read_bytes() for name in names)).hexdigest()[:16]
 
 
 def refusal(*tensors: torch.Tensor | None) -> str:

@@ -10,7 +10,8 @@ An operator folder holds `reference.py` (the meaning, in plain torch) and calls 
 - `autocast`  how the arguments change inside `torch.autocast`: `autocast(dtype, *args) -> args`.
   Without it the operator keeps its dtypes, like a norm.
 
-Native kernels register later under the same schema with `torch.library.impl("hasten::name", "CPU")`.
+A forward asks `native.refusal(...)` and calls a kernel or does the work in torch; where both can, the table of
+`choices.py` decides.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from hasten.ops import choices, native
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _LIBRARY = torch.library.Library("hasten", "DEF")
@@ -51,7 +54,7 @@ def operator(
         RuntimeError: from torch, if the name is taken or the schema does not parse.
     """
     _LIBRARY.define(f"{name}{schema}")
-    _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _chosen_body(name, forward), "CompositeExplicitAutograd")
     qualified = f"hasten::{name}"
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if backward is not None:
@@ -74,6 +77,18 @@ def operator(
             _LIBRARY.impl(name, _autocast_kernel(overload, device, autocast), key)
     names.append(name)
     return overload
+
+
+def _chosen_body(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, with its native kernels off where the table of this machine says that torch is faster."""
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        if choices.takes_torch(name, args):
+            with native.switched_off():
+                return forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return body
 
 
 def _positional(save: Callable[[Any, Sequence[Any], Any], None] | None) -> Callable[..., None] | None:
