@@ -79,7 +79,9 @@ def levels_to_build() -> dict[str, tuple[str, ...]]:
     if not chosen:
         return levels
     if unknown := set(chosen.split(",")) - set(levels):
-        raise SystemExit(f"HASTEN_LEVELS: no level {', '.join(sorted(unknown))}; there are {', '.join(levels)}")
+        raise SystemExit(
+            f"HASTEN_LEVELS: no level {', '.join(sorted(unknown))}; there are {', '.join(levels)}"
+        )
     return {name: levels[name] for name in chosen.split(",")}
 
 

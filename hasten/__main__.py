@@ -98,6 +98,9 @@ def _doctor(
             help="A model id, folder or GGUF file: open it and say what is replaced, what is not, and why."
         ),
     ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure anew where torch beats a native kernel, and keep it.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Say what this machine has, what each optimisation does on it, and why one is off.
@@ -107,7 +110,12 @@ def _doctor(
     from hasten.doctor import collect, render
     from hasten.train.screen import Screen
 
-    facts = collect(model, Screen(enabled=not json))
+    screen = Screen(enabled=not json)
+    if tune:
+        from hasten.train.tuning import tune_now
+
+        tune_now(screen)
+    facts = collect(model, screen)
     if json:
         from json import dumps
 

@@ -33,6 +33,9 @@ _JSON = typer.Option(
     "--json", help="Write the report to this file; - prints it instead of the table.", metavar="FILE"
 )
 _STDOUT = Path("-")
+_NO_TUNE = Annotated[
+    bool, typer.Option("--no-tune", help="Do not measure, on first use, where torch beats a native kernel.")
+]
 
 
 def demo(
@@ -43,6 +46,7 @@ def demo(
     ] = "smollm2-135m",
     batch: Annotated[str, typer.Option(help="Rows x tokens of a step.")] = "2x512",
     data: Annotated[str, typer.Option(help="Another text: a file or a folder.")] = "python-stdlib",
+    no_tune: _NO_TUNE = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report instead of the table.")] = False,
 ) -> None:
     """Fine-tune a real model twice on the same text, plain and with hasten, and compare.
@@ -52,7 +56,7 @@ def demo(
     with _measuring() as screen:
         from hasten.bench.demo import demo as run
 
-        report, path = run(out, steps, screen, model=model, batch=batch, data=data)
+        report, path = run(out, steps, screen, model=model, batch=batch, data=data, tune=not no_tune)
     _show_train(report, print_json=json)
     typer.echo(f"report: {path}", err=True)
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
@@ -81,6 +85,7 @@ def train(
     task: Annotated[
         str, typer.Option(help="clm: train a causal model; mlm: train a masked one; infer: forward alone.")
     ] = "clm",
+    no_tune: _NO_TUNE = False,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Train the same model on the same tokens with each contender, in turn and in separate processes.
@@ -94,7 +99,9 @@ def train(
 
         if json is not None and json != _STDOUT:
             reports.check_writable(json)
-        settings = Settings(model, batch, steps, rounds, names, data, learning_rate, seed, task=task)
+        settings = Settings(
+            model, batch, steps, rounds, names, data, learning_rate, seed, task=task, tune=not no_tune
+        )
         report = bench_train(settings, screen)
         if json is not None and json != _STDOUT:
             reports.save(report, json)
@@ -106,7 +113,11 @@ def train(
 def ops(
     op: Annotated[str | None, typer.Option(help="Only this operator; without it, all.")] = None,
     case: Annotated[str | None, typer.Option(help="Only this case of the operator.")] = None,
+    every: Annotated[
+        bool, typer.Option("--every", help="Every shape of the cases, not only the sizes of real models.")
+    ] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="Time spent on each measurement.")] = 0.3,
+    no_tune: _NO_TUNE = False,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Time each operator against plain torch doing the same in the same dtype.
@@ -119,7 +130,7 @@ def ops(
 
         if json is not None and json != _STDOUT:
             reports.check_writable(json)
-        report = operators.bench_ops(op, case, seconds, screen)
+        report = operators.bench_ops(op, case, seconds, screen, every=every, tune=not no_tune)
         if json is not None and json != _STDOUT:
             operators.save(report, json)
     if json == _STDOUT:

@@ -16,7 +16,13 @@ NEW_TOKENS = 40
 
 
 def demo(
-    out: Path, steps: int, screen: Screen, model: str = MODEL, batch: str = BATCH, data: str = "python-stdlib"
+    out: Path,
+    steps: int,
+    screen: Screen,
+    model: str = MODEL,
+    batch: str = BATCH,
+    data: str = "python-stdlib",
+    tune: bool = False,
 ) -> tuple[report.BenchReport, Path]:
     """Runs both contenders and writes `out/report.json`.
 
@@ -36,6 +42,7 @@ def demo(
         data=data,
         prompt=PROMPT,
         new_tokens=NEW_TOKENS,
+        tune=tune,
     )
     result = bench_train(settings, screen)
     report.save(result, path)

@@ -32,11 +32,10 @@ from hasten.ops import native
 from hasten.ops.cases import Case, all_cases, check_backward, check_forward
 from hasten.train.screen import Screen
 from hasten.train.stop import Interrupted
+from hasten.train.tuning import tune_once
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 TORCH = "torch"
-NATIVE = "hasten_cpu::"
-"""What the names of native kernels begin with in torch's dispatcher."""
 MIN_PAIRS = 3
 MAX_PAIRS = 2000
 
@@ -56,6 +55,8 @@ class OpRow(BaseModel):
     """Median of one call of hasten's operator."""
     torch_s: float
     """Median of plain torch doing the same; the two took turns."""
+    torch_body_s: float | None = None
+    """Median of hasten's operator with its kernels off, in turn with the two; null where no kernel ran."""
     agree: bool
     error: str | None = None
     """What missed its budget, with numbers."""
@@ -85,8 +86,18 @@ class OpsReport(BaseModel):
     """Null if every case was timed."""
 
 
-def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) -> OpsReport:
+def bench_ops(
+    op: str | None,
+    case: str | None,
+    seconds: float,
+    screen: Screen,
+    *,
+    every: bool = False,
+    tune: bool = False,
+) -> OpsReport:
     """Times the benchmark cases of `op` (None: of every operator), `seconds` for each measurement.
+
+    `every`: all their cases. `tune`: first measure the table of choices, if this machine has none.
 
     A signal after the first row (see `StopSignals`) ends it, and the report holds the rows before.
 
@@ -94,10 +105,12 @@ def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) 
         ConfigError: no operator or case of that name.
         Interrupted: the signal came before the first row.
     """
-    chosen = choose(all_cases(), op, case)
+    chosen = choose(all_cases(), op, case, every)
     facts = detect()
     bf16 = facts.default_dtype().value == "bf16"
     machine = train.machine(facts)
+    if tune:
+        tune_once(screen)
     limit = train.measure_limits(bf16, screen)
     work = [(entry, dtype) for entry in chosen for dtype in entry.dtypes]
     rows: list[OpRow] = []
@@ -127,8 +140,10 @@ def bench_ops(op: str | None, case: str | None, seconds: float, screen: Screen) 
     )
 
 
-def choose(cases: dict[str, list[Case]], op: str | None, case: str | None) -> list[Case]:
+def choose(cases: dict[str, list[Case]], op: str | None, case: str | None, every: bool = False) -> list[Case]:
     """The cases to time: the named one, else an operator's benchmark sizes, else its largest test case.
+
+    `every`: all of them that hold a number.
 
     Raises:
         ConfigError: no operator or case of that name.
@@ -144,6 +159,9 @@ def choose(cases: dict[str, list[Case]], op: str | None, case: str | None) -> li
         return found
     chosen: list[Case] = []
     for name in names:
+        if every:
+            chosen += [entry for entry in cases[name] if _input_numbers(entry)]
+            continue
         large = [entry for entry in cases[name] if entry.benchmark]
         chosen += large or [max(cases[name], key=_input_numbers)]
     return chosen
@@ -194,36 +212,45 @@ def save(report: OpsReport, path: Path) -> None:
     write_atomically(path, dump(report))
 
 
-def interleaved(
-    first: Callable[[], object], second: Callable[[], object], seconds: float
-) -> tuple[float, float]:
-    """Median seconds of a call of each; they take turns for about `seconds` in all, at least three times."""
-    first()
-    second()
-    times: tuple[list[float], list[float]] = ([], [])
+def interleaved(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median seconds of each; they take turns for about `seconds` in all, at least three times."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     while len(times[0]) < MIN_PAIRS or (time.perf_counter() < end and len(times[0]) < MAX_PAIRS):
-        for call, kept in zip((first, second), times, strict=True):
+        for call, kept in zip(calls, times, strict=True):
             begin = time.perf_counter()
             call()
             kept.append(time.perf_counter() - begin)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return [statistics.median(kept) for kept in times]
 
 
 def level_of(call: Callable[[], object]) -> str:
-    """The level of the native kernels if `call` ran one, as torch's profiler sees it, else `torch`."""
-    from torch.autograd.profiler_legacy import profile
+    """The level of the native kernels if `call` ran one, else `torch`."""
+    before = native.launches()
+    call()
+    return native.state().level or TORCH if native.launches() > before else TORCH
 
-    with profile() as trace:
-        call()
-    ran = any(event.name.startswith(NATIVE) for event in trace.function_events)
-    return native.state().level or TORCH if ran else TORCH
+
+def _times(
+    call: Callable[[], object], yardstick: Callable[[], object], seconds: float
+) -> tuple[str, float, float, float | None]:
+    """(level, seconds of the call, of plain torch, of the call with its kernels off)."""
+
+    def torch_body() -> None:
+        with native.switched_off():
+            call()
+
+    level = level_of(call)
+    times = interleaved([call, yardstick] + ([] if level == TORCH else [torch_body]), seconds)
+    return level, times[0], times[1], times[2] if len(times) > 2 else None
 
 
 def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> OpRow:
     args, kwargs = case.inputs(dtype)
     with torch.no_grad():
-        ours, theirs = interleaved(
+        level, ours, theirs, torch_body_s = _times(
             lambda: case.op(*args, **kwargs), lambda: case.yardstick(*args, **kwargs), seconds
         )
     error = _error(lambda: check_forward(case, dtype))
@@ -232,8 +259,6 @@ def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> O
     least = moved / limit.read_bytes_per_s
     if peak is not None:
         least = max(least, flops / peak)
-    with torch.no_grad():
-        level = level_of(lambda: case.op(*args, **kwargs))
     return OpRow(
         op=case.operator,
         case=case.name,
@@ -242,6 +267,7 @@ def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> O
         level=level,
         time_s=ours,
         torch_s=theirs,
+        torch_body_s=torch_body_s,
         agree=error is None,
         error=error,
         ratio=theirs / ours if error is None else None,
@@ -253,16 +279,17 @@ def _forward(case: Case, dtype: torch.dtype, seconds: float, limit: Limits) -> O
 
 def _both(case: Case, dtype: torch.dtype, seconds: float) -> OpRow:
     call = _forward_backward(case, case.op, dtype)
-    ours, theirs = interleaved(call, _forward_backward(case, case.yardstick, dtype), seconds)
+    level, ours, theirs, torch_body_s = _times(call, _forward_backward(case, case.yardstick, dtype), seconds)
     error = _error(lambda: check_backward(case, dtype))
     return OpRow(
         op=case.operator,
         case=case.name,
         dtype=_name(dtype),
         direction="forward+backward",
-        level=level_of(call),
+        level=level,
         time_s=ours,
         torch_s=theirs,
+        torch_body_s=torch_body_s,
         agree=error is None,
         error=error,
         ratio=theirs / ours if error is None else None,

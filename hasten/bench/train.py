@@ -24,6 +24,7 @@ from hasten.bench.tasks import check_task
 from hasten.bench.workload import is_masked, make_blocks, parse_batch, save_blocks
 from hasten.train.screen import Bar, Screen
 from hasten.train.stop import Interrupted
+from hasten.train.tuning import tune_once
 
 PACKAGES = ("torch", "transformers", "numpy")
 LAST_LINES = 15
@@ -43,6 +44,8 @@ class Settings(NamedTuple):
     prompt: str | None = None
     new_tokens: int = 40
     task: str = "clm"
+    tune: bool = False
+    """Measure which native kernels lose to torch, if this machine has no table of that yet."""
 
 
 class ContenderError(HastenError):
@@ -73,6 +76,8 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     )
     if not bf16:
         screen.note(f"every contender runs in fp32: {facts.default_dtype().source}")
+    if settings.tune and any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):
+        tune_once(screen)
     limit = measure_limits(bf16, screen)
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as folder_name:
         folder = Path(folder_name)

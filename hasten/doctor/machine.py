@@ -13,7 +13,8 @@ from hasten.base import allocator
 from hasten.base.cache import cache_folder
 from hasten.base.config import Config
 from hasten.base.facts import Fact, Facts, accelerators
-from hasten.ops import native
+from hasten.ops import choices, native
+from hasten.train.tuning import summary
 
 _PACKAGES = ("hasten", "torch", "transformers", "peft", "safetensors", "numpy")
 _LEVELS = {
@@ -94,6 +95,8 @@ def optimisations(config: Config, facts: Facts) -> list[dict[str, str]]:
         rows.append((f"level {level}", on, why))
     kernels = native.state()
     rows.append(("native kernels", kernels.level is not None, kernels.reason))
+    table = choices.in_force()
+    rows.append(("measured choices", bool(table.rows), summary(table)))
     refusal = allocator.refusal()
     buffers = config.level > 0 and config.buffers and not refusal
     if refusal:

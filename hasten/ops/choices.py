@@ -73,20 +73,26 @@ class Table(BaseModel):
                 found[row.op][row.dtype, row.size] = row.torch_wins
         return found
 
+    @functools.cached_property
+    def remembered(self) -> dict[tuple[str, str, Size], bool]:
+        """Verdicts of the sizes that were asked for."""
+        return {}
+
     def torch_wins(self, op: str, dtype: str, size: Size) -> bool:
         """Whether the torch body was faster at the nearest size measured."""
         verdicts = self.by_operator.get(op)
         if verdicts is None:
             return False
-        if (dtype, size) not in verdicts:  # the first call of a size; remembered
+        remembered = self.remembered
+        if (op, dtype, size) not in remembered:
             near = [
                 (abs(size[0] - known[0]) + abs(size[1] - known[1]), wins)
                 for (name, known), wins in verdicts.items()
                 if name == dtype
             ]
             distance, wins = min(near, default=(NEAR + 1, False))
-            verdicts[dtype, size] = wins and distance <= NEAR
-        return verdicts[dtype, size]
+            remembered[op, dtype, size] = wins and distance <= NEAR
+        return remembered[op, dtype, size]
 
 
 def off() -> bool:

@@ -10,8 +10,8 @@ An operator folder holds `reference.py` (the meaning, in plain torch) and calls 
 - `autocast`  how the arguments change inside `torch.autocast`: `autocast(dtype, *args) -> args`.
   Without it the operator keeps its dtypes, like a norm.
 
-A forward asks `native.refusal(...)` and calls a kernel or does the work in torch; where both can, the table of
-`choices.py` decides.
+A forward asks `native.refusal(...)` and calls a kernel or does the work in torch; where both can, the table
+of `choices.py` decides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures which body of each operator is faster here, within a time; `choices.py` keeps and reads the result.
+"""Measures which body of each operator is faster here, within a time; `choices.py` keeps the result.
 
 The operators' own cases are the work: the sizes of real models first, then the largest test case of every
 other size, forward and backward apart. What the time does not reach keeps the kernel.
@@ -21,6 +21,8 @@ from hasten.ops.choices import Row, Table
 BUDGET_S = 20.0
 PAIR_S = 0.05
 """Time for one comparison; a large case takes longer, its two pairs."""
+LONG_S = 0.2
+"""A pair that takes longer is compared once."""
 MIN_PAIRS = 2
 MAX_PAIRS = 50
 
@@ -115,7 +117,8 @@ def _fastest(call: Callable[[], Any], end: float) -> tuple[float, float]:
     best = [float("inf"), float("inf")]
     stop = min(end, time.perf_counter() + PAIR_S)
     for pair in range(MAX_PAIRS):
-        if pair >= MIN_PAIRS and time.perf_counter() >= stop:
+        enough = pair >= MIN_PAIRS or (pair == 1 and sum(best) > LONG_S)
+        if enough and time.perf_counter() >= stop:
             break
         for index in (0, 1):
             best[index] = min(best[index], _timed(call, torch_body=bool(index)))

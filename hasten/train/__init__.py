@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["RunConfig", "load_config", "train"]
 
 
-def train(config: RunConfig, *, progress: bool = True) -> Result:
+def train(config: RunConfig, *, progress: bool = True, tune: bool = False) -> Result:
     """Runs, or continues, the training that `config` describes; see `hasten.train.run`."""
     from hasten.train.run import train as run
 
-    return run(config, progress=progress)
+    return run(config, progress=progress, tune=tune)

@@ -50,6 +50,9 @@ OPTIMIZE = Annotated[
     bool | None,
     typer.Option("--optimize/--no-optimize", help="Rewrite the model with hasten.", show_default=False),
 ]
+NO_TUNE = Annotated[
+    bool, typer.Option("--no-tune", help="Do not measure, on first use, where torch beats a native kernel.")
+]
 SET = Annotated[
     list[str] | None, typer.Option("--set", help="Any setting: SECTION.KEY=VALUE; may be repeated.")
 ]
@@ -69,6 +72,7 @@ def train(
     output: OUTPUT = None,
     resume: RESUME = None,
     optimize: OPTIMIZE = None,
+    no_tune: NO_TUNE = False,
     assignments: SET = None,
     settings: SETTINGS = False,
     as_json: AS_JSON = False,
@@ -91,7 +95,7 @@ def train(
         "optimize": optimize,
     }
     try:
-        result = _run(config_file, flags, assignments or [], as_json)
+        result = _run(config_file, flags, assignments or [], as_json, not no_tune)
     except HastenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
@@ -106,10 +110,12 @@ def train(
 train.__doc__ = HELP
 
 
-def _run(config_file: Path | None, flags: dict[str, Any], assignments: list[str], quiet: bool) -> Any:
+def _run(
+    config_file: Path | None, flags: dict[str, Any], assignments: list[str], quiet: bool, tune: bool
+) -> Any:
     from hasten.train import train as run_training
     from hasten.train.config import load_config, parse_override
 
     overrides = dict(parse_override(text) for text in assignments)
     overrides |= {name: value for name, value in flags.items() if value is not None}
-    return run_training(load_config(config_file, overrides), progress=not quiet)
+    return run_training(load_config(config_file, overrides), progress=not quiet, tune=tune)

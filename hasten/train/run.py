@@ -27,17 +27,20 @@ from hasten.train.result import Result
 from hasten.train.screen import Screen, spell_bytes
 from hasten.train.stop import Interrupted, StopSignals
 from hasten.train.text import find_source
+from hasten.train.tuning import tune_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def train(config: RunConfig, *, progress: bool = True) -> Result:
+def train(config: RunConfig, *, progress: bool = True, tune: bool = False) -> Result:
     """Runs, or continues, the training that `config` describes.
 
     A run that is interrupted by Ctrl-C or SIGTERM returns with `status == "interrupted"` after writing a
     checkpoint; before the first step it returns at once, and what an earlier part wrote is as it was.
     Continued from it, it ends with the same bits as a run that was never stopped (on the same machine, with
     the same number of threads).
+
+    `tune`: measure which native kernels lose to torch, if this machine has no table of that yet.
 
     Raises:
         UserError: a setting or an input is wrong; found before the model is opened where that is possible.
@@ -56,7 +59,7 @@ def train(config: RunConfig, *, progress: bool = True) -> Result:
         if start is not None:
             state.check_settings(config, precision, start)
         try:
-            return _train(config, precision, screen, started_s, start)
+            return _train(config, precision, screen, started_s, start, tune)
         except Interrupted as stopped:
             screen.note(f"{stopped}: stopped before a step was made; the same command starts again")
             return _not_begun(config, start, stopped, started_s)
@@ -68,6 +71,7 @@ def _train(
     screen: Screen,
     started_s: float,
     start: checkpoints.Checkpoint | None,
+    tune: bool,
 ) -> Result:
     """`train` once its settings are checked and its output folder is its own."""
     with StopSignals(screen) as stop:
@@ -82,6 +86,8 @@ def _train(
             )
         rows, held_out = rows_of(config, tokenizer, stream, screen)
         model = adapt(config, model)
+        if tune and config.optimize:
+            tune_once(screen)
         with optimized(config, model):
             stepper = Stepper(model, config.optimizer, fused=config.optimize)
             loop = Loop(model, stepper, rows, held_out, config, precision)

@@ -74,6 +74,7 @@ def test_benchmark_sizes_come_first_else_the_largest():
     assert ops.choose({"sine": [small, large]}, None, None) == [large]
     assert ops.choose({"sine": [small]}, "sine", None) == [small]
     assert ops.choose({"sine": [small, large]}, "sine", "small") == [small]
+    assert ops.choose({"sine": [small, large]}, None, None, every=True) == [small, large]
 
 
 @pytest.mark.parametrize(("op", "case"), [("sin", None), ("sine", "smal")])
@@ -160,7 +161,7 @@ def test_a_signal_leaves_the_rows_before_it(
 
 def test_interleaved_calls_take_turns():
     calls: list[str] = []
-    first, second = ops.interleaved(lambda: calls.append("a"), lambda: calls.append("b"), 0.0)
+    first, second = ops.interleaved([lambda: calls.append("a"), lambda: calls.append("b")], 0.0)
     assert calls == ["a", "b"] * (1 + ops.MIN_PAIRS)
     assert first >= 0
     assert second >= 0

@@ -2,9 +2,9 @@
 
     HASTEN_ISA=avx2 python tests/ops/level_suite.py [--brgemm] [--smallest | --threads] [--package FOLDER]
 
-Prints one JSON line: what was loaded, how many checks ran, which failed, and how often each kernel was called.
-The exit status is 1 if one failed. With --threads the checks are of bits: the same in three runs at 1, 2 and
-5 threads, and `differ` names the operators whose bits depend on the number of threads.
+Prints one JSON line: what was loaded, how many checks ran, which failed, and how often each kernel was
+called. The exit status is 1 if one failed. With --threads the checks are of bits: the same in three runs at
+1, 2 and 5 threads, and `differ` names the operators whose bits depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def numbers(case: Case) -> int:
 
 
 def selected(smallest: bool) -> list[tuple[Case, torch.dtype]]:
-    """Every operator's small cases in the dtypes that kernels take; `smallest`: the least of each operator."""
+    """Every operator's small cases in the dtypes that kernels take; `smallest`: the least of each."""
     chosen = []
     for cases in all_cases().values():
         small = sorted((c for c in cases if not c.benchmark and numbers(c) <= LARGEST), key=numbers)
@@ -52,7 +52,7 @@ def largest() -> list[tuple[Case, torch.dtype]]:
     for cases in all_cases().values():
         sizes = {c.name: numbers(c) for c in cases}
         fitting = [c for c in cases if sizes[c.name] <= 4 * LARGEST]
-        chosen += sorted(fitting, key=lambda c: sizes[c.name])[-3:]  # noqa: B023 called at once
+        chosen += sorted(fitting, key=lambda c: sizes[c.name])[-3:]
     return [(c, dtype) for c in chosen for dtype in DTYPES]
 
 
@@ -98,6 +98,7 @@ def results(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
     """Equal, NaN included."""
+
     def bits(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1).view(torch.uint8)
 

@@ -88,6 +88,17 @@ def test_products_by_torch() -> None:
     assert found["calls"]["attention_backward"]
 
 
+@built
+def test_same_bits_in_every_run_and_at_every_number_of_threads() -> None:
+    """A race would show. Attention may split its keys by the number of threads: then its bits differ between
+    those, within the budget that every other test holds it to. No other kernel's sum depends on it.
+    """
+    with_kernels, without = suite("--threads"), suite("--threads", HASTEN_NATIVE="0")
+    assert with_kernels["checks"] > 100
+    # Torch's own products and sums may depend on the number of threads, and an operator then does as well.
+    assert set(with_kernels["differ"]) <= {"attention", *without["differ"]}
+
+
 def test_switched_off() -> None:
     found = suite("--smallest", HASTEN_NATIVE="0")
     assert (found["state"]["level"], found["state"]["reason"]) == (None, "HASTEN_NATIVE=0")
