@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import hasten
 from hasten.base.cache import cache_folder
 from hasten.base.facts import detect
-from hasten.base.files import write_atomically
+from hasten.base.files import make_folder, write_atomically
 from hasten.ops import native
 
 MARGIN = 1.05
@@ -139,14 +139,23 @@ def in_force() -> Table:
     return table.model_copy(update={"source": str(file)})
 
 
+def make_place() -> None:
+    """Creates the folder of the tables.
+
+    Raises:
+        InputError: it cannot be created.
+    """
+    make_folder(path().parent, f"the folder of measured choices, {path().parent}, cannot be used")
+
+
 def keep(rows: Sequence[Row]) -> Table:
     """Writes the table of this machine, and puts it in force in this process.
 
     Raises:
         InputError: the cache folder cannot be written.
     """
+    make_place()
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True)
     table = Table(key=key(), rows=tuple(rows), source=str(file))
     write_atomically(file, json.dumps(table.model_dump(), indent=1) + "\n")
     in_force.cache_clear()

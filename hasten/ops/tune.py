@@ -39,6 +39,7 @@ def tune(budget_s: float = BUDGET_S, progress: Progress = lambda done_s, what: N
     """
     if native.state().level is None or choices.off():
         return choices.in_force()
+    choices.make_place()
     return choices.keep(list(measure(budget_s, progress)))
 
 

@@ -91,12 +91,12 @@ def test_products_by_torch() -> None:
 @built
 def test_same_bits_in_every_run_and_at_every_number_of_threads() -> None:
     """A race would show. Attention may split its keys by the number of threads: then its bits differ between
-    those, within the budget that every other test holds it to. No other kernel's sum depends on it.
+    those, within the budget that every other test holds it to. No other kernel's sum depends on it; torch's
+    own products and sums may.
     """
-    with_kernels, without = suite("--threads"), suite("--threads", HASTEN_NATIVE="0")
-    assert with_kernels["checks"] > 100
-    # Torch's own products and sums may depend on the number of threads, and an operator then does as well.
-    assert set(with_kernels["differ"]) <= {"attention", *without["differ"]}
+    found = suite("--threads")
+    assert found["checks"] > 80
+    assert set(found["differ"]) <= {"attention"}
 
 
 def test_switched_off() -> None:
