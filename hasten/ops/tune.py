@@ -24,6 +24,8 @@ PAIR_S = 0.05
 LONG_S = 0.2
 """A pair that takes longer is compared once."""
 MIN_PAIRS = 2
+CONFIRM_PAIRS = 6
+"""Before a kernel is set aside: a busy machine may have slowed its few calls alone."""
 MAX_PAIRS = 50
 
 Progress = Callable[[float, str], None]
@@ -47,14 +49,20 @@ def measure(budget_s: float, progress: Progress) -> Iterator[Row]:
     """One row for each operator, dtype and size, as far as the time goes."""
     start = time.perf_counter()
     known: set[tuple[str, str, choices.Size]] = set()
+    without_kernel: set[tuple[str, torch.dtype]] = set()
     for case, dtype in _work():
+        if (case.operator, dtype) in without_kernel:
+            continue
         spent = time.perf_counter() - start
         if spent >= budget_s:
             return
         progress(spent, str(case))
+        before = native.launches()
         for row in _compare(case, dtype, known, start + budget_s):
             known.add((row.op, row.dtype, row.size))
             yield row
+        if native.launches() == before:  # its first case, of a real size, speaks for the others
+            without_kernel.add((case.operator, dtype))
 
 
 def _work() -> list[tuple[Case, torch.dtype]]:
@@ -118,8 +126,9 @@ def _fastest(call: Callable[[], Any], end: float) -> tuple[float, float]:
     best = [float("inf"), float("inf")]
     stop = min(end, time.perf_counter() + PAIR_S)
     for pair in range(MAX_PAIRS):
-        enough = pair >= MIN_PAIRS or (pair == 1 and sum(best) > LONG_S)
-        if enough and time.perf_counter() >= stop:
+        loses = best[0] > choices.MARGIN * best[1]
+        least = CONFIRM_PAIRS if loses else 1 if sum(best) > LONG_S else MIN_PAIRS
+        if pair >= least and time.perf_counter() >= stop:
             break
         for index in (0, 1):
             best[index] = min(best[index], _timed(call, torch_body=bool(index)))

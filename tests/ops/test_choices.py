@@ -155,3 +155,33 @@ def test_nothing_is_measured_where_tables_are_off(
     assert tune.tune(1.0).rows == ()
     assert capsys.readouterr().err == ""
     assert not choices.path().exists()
+
+
+@needs_kernels
+def test_an_operator_without_a_kernel_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[tuple[torch.Tensor], dict[str, int]]:
+        return (torch.ones(4, dtype=dtype),), {}
+
+    cases = [Case("sine", name, make, torch.sin, torch.sin) for name in "abc"]
+    monkeypatch.setattr(tune, "all_cases", lambda: {"sine": cases})
+    tried: list[str] = []
+    assert list(tune.measure(5.0, lambda spent_s, what: tried.append(what))) == []
+    assert len(tried) == 2  # one for each dtype
+
+
+@pytest.mark.parametrize(("slow_s", "pairs"), [(0.0, tune.MIN_PAIRS), (0.002, tune.CONFIRM_PAIRS)])
+def test_a_kernel_that_loses_is_measured_longer(
+    slow_s: float, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "PAIR_S", 0.0)
+    times = {False: 1.0 + slow_s * 1000, True: 1.0}
+    calls: list[bool] = []
+
+    def timed(call: object, torch_body: bool) -> float:
+        calls.append(torch_body)
+        return times[torch_body] * 1e-3
+
+    monkeypatch.setattr(tune, "_timed", timed)
+    native_s, torch_s = tune._fastest(lambda: None, 0.0)
+    assert calls == [False, True] * pairs
+    assert (native_s > torch_s) == (slow_s > 0)
