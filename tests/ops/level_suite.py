@@ -57,13 +57,17 @@ def largest() -> list[tuple[Case, torch.dtype]]:
 
 
 class Calls:
-    """Counts the calls of every kernel: the operators of `hasten_cpu` that take a tensor."""
+    """Counts the calls of every kernel: the operators of `hasten_cpu` that return or write a tensor."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
         for name in torch._C._dispatch_get_all_op_names():
             space, _, op = name.partition("::")
-            if space == "hasten_cpu" and "Tensor" in str(getattr(torch.ops.hasten_cpu, op).default._schema):
+            if space != "hasten_cpu":
+                continue
+            _, _, arguments_and_result = str(getattr(torch.ops.hasten_cpu, op).default._schema).partition("(")
+            _, _, result = arguments_and_result.rpartition("->")
+            if "Tensor" in result or "!" in arguments_and_result:
                 self.count[op] = 0
                 setattr(torch.ops.hasten_cpu, op, self._counted(op, getattr(torch.ops.hasten_cpu, op)))
 
