@@ -92,7 +92,8 @@ struct Kernels {
     AttentionSizes (*attention_sizes)(const Attention&, bool backward);
     // Items: B * Hkv. False if an operand holds a value that is not finite.
     bool (*attention_pack)(const Attention&, bool backward, int64_t item);
-    // Items: B * Hkv * blocks of rows * parts.
+    // Items: B * Hkv * blocks of rows * parts. Without packed operands (few rows) they are read where they
+    // lie.
     void (*attention_forward)(const Attention&, int64_t item, void* scratch);
     // Items: B * Hkv * blocks of rows; only if parts > 1.
     void (*attention_merge)(const Attention&, int64_t item);

@@ -38,6 +38,9 @@ Tensor bounds_of(const Tensor& q, const Tensor& k, const Optional& ranges, bool 
     return bounds;
 }
 
+// Up to so many rows of a KV head (queries times heads of its group) nothing is packed.
+constexpr int64_t FEW_ROWS = 12;
+
 struct Problem {
     Attention a{};
     Tensor q, k, v, bounds, bias, sinks, alibi;
@@ -120,12 +123,13 @@ std::tuple<Tensor, Tensor, bool> forward(const Tensor& q, const Tensor& k, const
     const int64_t heads = a.B * a.Hkv, blocks = (a.Sq + a.rows - 1) / a.rows,
                   items = heads * blocks * a.parts;
     const auto ints = q.options().dtype(at::kInt);
-    Tensor packed = at::empty({heads, size.packed}, ints);
+    const bool few = a.Sq * (a.Hq / a.Hkv) <= FEW_ROWS;
+    Tensor packed = at::empty({heads, few ? 0 : size.packed}, ints);
     Tensor partial = at::empty({size.partial}, ints.dtype(at::kFloat));
     Tensor scratch = at::empty({slots(items), size.scratch / 64 * 64 + 128}, ints.dtype(at::kByte));
-    a.packed = (uint32_t*)packed.data_ptr(), a.packed_stride = size.packed;
+    a.packed = few ? nullptr : (uint32_t*)packed.data_ptr(), a.packed_stride = size.packed;
     a.partial = partial.data_ptr<float>();
-    if (!pack(a, false)) return {out, lse, false};
+    if (!few && !pack(a, false)) return {out, lse, false};
     spread(items, [&](int64_t item, int64_t slot) {
         kernels.attention_forward(a, item, scratch.data_ptr<uint8_t>() + slot * scratch.stride(0));
     });

@@ -153,6 +153,25 @@ inline void finish_row(const Attention& a, int64_t b, int64_t h, int64_t i, cons
     if (d < a.Dv) store_part(out + d, load(o + d) * scale, int(a.Dv - d));
 }
 
+// Writes a finished block, or its part of the keys for the merge.
+template <class T>
+inline void finish_block(const Attention& a, const Layout& l, const Block& block, int64_t item,
+                         const float* o, const float* largest, const float* total) {
+    const int64_t count = block.q1 - block.q0, M = l.group * count;
+    float* to = a.parts > 1 ? a.partial + item * (a.rows * l.group) * (l.dv_pad + 2) : nullptr;
+    for (int64_t m = 0; m < M; m++) {
+        if (!to) {
+            finish_row<T>(a, block.b, block.hk * l.group + m / count, block.q0 + m % count, o + m * l.dv_pad,
+                          largest[m], total[m]);
+            continue;
+        }
+        std::memcpy(to, o + m * l.dv_pad, size_t(l.dv_pad) * 4);
+        to[l.dv_pad] = largest[m];
+        to[l.dv_pad + 1] = total[m];
+        to += l.dv_pad + 2;
+    }
+}
+
 template <class T, class Unit>
 HASTEN_BF16_TARGET void forward(const Attention& a, int64_t item, void* memory) {
     const Layout l(a, false);
@@ -193,18 +212,80 @@ HASTEN_BF16_TARGET void forward(const Attention& a, int64_t item, void* memory) 
         product(M, l.dv_pad, n / l.per_unit, p, a.cols / l.per_unit,
                 packed + l.values + k0 / l.per_unit * l.dv_pad, l.dv_pad, o, l.dv_pad, true);
     }
-    if (a.parts > 1) {
-        float* to = a.partial + item * (a.rows * l.group) * (l.dv_pad + 2);
-        for (int64_t m = 0; m < M; m++, to += l.dv_pad + 2) {
-            std::memcpy(to, o + m * l.dv_pad, size_t(l.dv_pad) * 4);
-            to[l.dv_pad] = largest[m];
-            to[l.dv_pad + 1] = total[m];
-        }
-        return;
+    finish_block<T>(a, l, block, item, o, largest, total);
+}
+
+// Few query rows (decoding): every key and value is read once and used a few times, so packing it would be
+// most of the work. Reads the rows where they lie, widened to float; a probability of exactly zero adds
+// nothing, so values that are not finite stay with the rows that see them.
+template <class T>
+void forward_few(const Attention& a, int64_t item, void* memory) {
+    const Layout l(a, false);
+    const Block block(a, l, item, a.parts);
+    const int64_t count = block.q1 - block.q0, M = l.group * count, d_whole = a.D / W * W;
+    const T* k = (const T*)a.k + block.b * a.k_b + block.hk * a.k_h;
+    const T* v = (const T*)a.v + block.b * a.v_b + block.hk * a.v_h;
+    Scratch scratch(memory);
+    float* q = scratch.take<float>(M * l.d_pad);
+    float* s = scratch.take<float>(M * a.cols);
+    float* p = scratch.take<float>(M * a.cols);
+    float* o = scratch.take<float>(M * l.dv_pad);
+    float* largest = scratch.take<float>(M);
+    float* total = scratch.take<float>(M);
+    float* wide = scratch.take<float>(std::max(l.d_pad, l.dv_pad));
+
+    auto widen = [](const T* row, int64_t n, int64_t pad, float* to) {
+        int64_t d = 0;
+        for (; d + W <= n; d += W) store(to + d, load_float(row + d));
+        if (d < pad) store(to + d, load_part(row + d, int(n - d)));
+    };
+    for (int64_t m = 0; m < M; m++) {
+        const int64_t h = block.hk * l.group + m / count, i = block.q0 + m % count;
+        widen((const T*)a.q + block.b * a.q_b + h * a.q_h + i * a.q_s, a.D, l.d_pad, q + m * l.d_pad);
+        largest[m] = -INF;
+        total[m] = 0;
     }
-    for (int64_t m = 0; m < M; m++)
-        finish_row<T>(a, block.b, block.hk * l.group + m / count, block.q0 + m % count, o + m * l.dv_pad,
-                      largest[m], total[m]);
+    std::memset(o, 0, size_t(M * l.dv_pad) * 4);
+    for (int64_t k0 = block.first_key / 64 * 64; k0 < block.last_key; k0 += a.cols) {
+        const int64_t n = std::min(a.cols, round_up(block.last_key - k0, 32)), keys = std::min(n, a.Sk - k0);
+        for (int64_t j = 0; j < keys; j++) {
+            const T* row = k + (k0 + j) * a.k_s;
+            if (d_whole < a.D || M > 1) widen(row, a.D, l.d_pad, wide);
+            for (int64_t m = 0; m < M; m++) {
+                VF sum_m{};
+                if (d_whole < a.D || M > 1)
+                    for (int64_t d = 0; d < l.d_pad; d += W)
+                        sum_m = sum_m + load(wide + d) * load(q + m * l.d_pad + d);
+                else
+                    for (int64_t d = 0; d < a.D; d += W) sum_m = sum_m + load_float(row + d) * load(q + d);
+                s[m * a.cols + j] = sum(sum_m);
+            }
+        }
+        for (int64_t m = 0; m < M; m++) {
+            for (int64_t j = keys; j < n; j++) s[m * a.cols + j] = 0;
+            Row row(a, block.b, block.hk * l.group + m / count, block.q0 + m % count, k0, n);
+            row.end = std::min(row.end, block.last_key - k0);
+            const float factor = softmax_row<Float>(row, s + m * a.cols, n, keys, largest[m], total[m],
+                                                    (uint32_t*)(p + m * a.cols));
+            if (factor != 1)
+                for (int64_t d = 0; d < l.dv_pad; d += W)
+                    store(o + m * l.dv_pad + d, load(o + m * l.dv_pad + d) * factor);
+        }
+        for (int64_t j = 0; j < keys; j++) {
+            bool wanted = false;
+            for (int64_t m = 0; m < M; m++) wanted = wanted || p[m * a.cols + j] != 0;
+            if (!wanted) continue;
+            widen(v + (k0 + j) * a.v_s, a.Dv, l.dv_pad, wide);
+            for (int64_t m = 0; m < M; m++) {
+                const float share = p[m * a.cols + j];
+                if (share == 0) continue;
+                float* to = o + m * l.dv_pad;
+                for (int64_t d = 0; d < l.dv_pad; d += W)
+                    store(to + d, load(to + d) + load(wide + d) * share);
+            }
+        }
+    }
+    finish_block<T>(a, l, block, item, o, largest, total);
 }
 
 template <class T>
@@ -237,7 +318,7 @@ AttentionSizes sizes(const Attention& a, bool backward) {
     size.packed = l.total;
     size.partial = a.parts > 1 ? a.parts * l.blocks * a.B * a.Hkv * (a.rows * l.group) * (l.dv_pad + 2) : 0;
     size.dq_part = backward ? l.blocks * l.block_rows * l.d_pad : 0;
-    const int64_t forward_units = M * l.d_units + 2 * tile + M * (l.dv_pad + 2);
+    const int64_t forward_units = M * l.d_pad + 2 * tile + M * (l.dv_pad + 2) + l.d_pad + l.dv_pad;
     const int64_t backward_units = 6 * tile + a.cols * (l.d_pad + l.dv_pad + M);
     size.scratch = 4 * (backward ? backward_units : forward_units) + 64 * 16;
     return size;
@@ -255,6 +336,16 @@ bool pack_any(const Attention& a, bool backward, int64_t item) {
 }
 
 void forward_any(const Attention& a, int64_t item, void* scratch) {
+    if (!a.packed) {
+        switch (a.type) {
+            case Type::bf16:
+                return forward_few<bf16>(a, item, scratch);
+            case Type::f16:
+                return forward_few<f16>(a, item, scratch);
+            default:
+                return forward_few<float>(a, item, scratch);
+        }
+    }
 #if defined(__AVX512F__)
     if (a.bf16) return forward<bf16, PairBF16>(a, item, scratch);
 #endif
