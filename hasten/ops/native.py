@@ -27,6 +27,7 @@ _OFF = ContextVar("hasten_native_off", default=False)
 # upper halves of AVX-512; the tiles.
 REGISTERS = {"generic": 0, "avx2": 0x6, "avx512": 0xE6, "amx": 0x600E6}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def refusal(*tensors: torch.Tensor | None) -> str:
     for tensor in tensors:
         if tensor is None:
             continue
+        if type(tensor) not in _PLAIN:  # one that stands for others, as a tracer's fake tensors do
+            return f"a {type(tensor).__name__}"
         if tensor.device.type != "cpu":
             return f"a tensor on {tensor.device}"
         if tensor.dtype not in DTYPES:

@@ -11,14 +11,17 @@ from hasten.ops.cases import Case, check_backward, check_forward, select
 from hasten.ops.linear import activation_linear, linear, linear_group
 from hasten.ops.linear.cases import CASES
 
+both_bodies = pytest.mark.usefixtures("body")
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+@both_bodies
 @pytest.mark.parametrize(("case", "dtype"), select(CASES), ids=str)
 def test_forward(case: Case, dtype: torch.dtype) -> None:
     check_forward(case, dtype)
 
 
+@both_bodies
 @pytest.mark.parametrize(("case", "dtype"), select(CASES, backward=True), ids=str)
 def test_backward(case: Case, dtype: torch.dtype) -> None:
     check_backward(case, dtype)

@@ -10,14 +10,17 @@ from hasten.ops.cases import Case, check_backward, check_forward, select
 from hasten.ops.norm_linear import norm_linear
 from hasten.ops.norm_linear.cases import CASES
 
+both_bodies = pytest.mark.usefixtures("body")
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+@both_bodies
 @pytest.mark.parametrize(("case", "dtype"), select(CASES), ids=str)
 def test_forward(case: Case, dtype: torch.dtype) -> None:
     check_forward(case, dtype)
 
 
+@both_bodies
 @pytest.mark.parametrize(("case", "dtype"), select(CASES, backward=True), ids=str)
 def test_backward(case: Case, dtype: torch.dtype) -> None:
     check_backward(case, dtype)
@@ -48,6 +51,7 @@ def test_autocast_gives_torchs_dtypes(x_dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient, other, rtol=2**-5, atol=2**-5)
 
 
+@both_bodies
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_any_gradient_may_be_missing(norm: str) -> None:
     x, residual, scale, first, second = _parameters((3, 8), (3, 8), (8,), (5, 8), (4, 8))
@@ -66,6 +70,7 @@ def test_any_gradient_may_be_missing(norm: str) -> None:
     assert not parts[1][4].any()
 
 
+@both_bodies
 def test_frozen_parts_get_no_gradient_and_the_rest_is_the_same() -> None:
     x, scale, weight = _parameters((3, 8), (8,), (5, 8))
     (y,) = norm_linear(x, [weight], norm="rms", norm_weight=scale, eps=1e-6)

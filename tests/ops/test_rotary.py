@@ -10,12 +10,16 @@ from hasten.ops.cases import Case, check_backward, check_forward, select
 from hasten.ops.rotary import rotary
 from hasten.ops.rotary.cases import CASES
 
+both_bodies = pytest.mark.usefixtures("body")
 
+
+@both_bodies
 @pytest.mark.parametrize(("case", "dtype"), select(CASES), ids=str)
 def test_forward(case: Case, dtype: torch.dtype) -> None:
     check_forward(case, dtype)
 
 
+@both_bodies
 @pytest.mark.parametrize(("case", "dtype"), select(CASES, backward=True), ids=str)
 def test_backward(case: Case, dtype: torch.dtype) -> None:
     check_backward(case, dtype)
@@ -28,11 +32,13 @@ def test_backward_is_the_transpose_even_for_unequal_halves(interleaved: bool) ->
     assert torch.autograd.gradcheck(lambda t: rotary(t, cos, sin, interleaved), (x,))
 
 
+@both_bodies
 def test_position_zero_is_the_identity() -> None:
     x = torch.randn(1, 2, 1, 8)
     assert torch.equal(rotary(x, torch.ones(1, 8), torch.zeros(1, 8)), x)
 
 
+@both_bodies
 @pytest.mark.parametrize(
     ("x", "cos", "asked", "given"),
     [
@@ -53,6 +59,7 @@ def test_dtypes(x: torch.dtype, cos: torch.dtype, asked: torch.dtype | None, giv
     assert leaf.grad.dtype == x
 
 
+@both_bodies
 def test_gradient_keeps_the_order_of_dimensions_in_memory() -> None:
     x = torch.randn(2, 5, 3, 8).transpose(1, 2).requires_grad_()
     (dx,) = torch.autograd.grad(rotary(x, torch.ones(5, 8), torch.ones(5, 8)).sum(), x)

@@ -41,8 +41,8 @@ void spread(int64_t items, const F& f) {
     });
 }
 
-inline Type type_of(const at::Tensor& t) {
-    switch (t.scalar_type()) {
+inline Type type_of(at::ScalarType type) {
+    switch (type) {
         case at::kFloat:
             return Type::f32;
         case at::kBFloat16:
@@ -50,8 +50,11 @@ inline Type type_of(const at::Tensor& t) {
         case at::kHalf:
             return Type::f16;
         default:
-            TORCH_CHECK(false, "hasten_cpu takes float32, bfloat16 or float16, got ", t.scalar_type());
+            TORCH_CHECK(false, "hasten_cpu takes float32, bfloat16 or float16, got ", type);
     }
+}
+inline Type type_of(const at::Tensor& t) {
+    return type_of(t.scalar_type());
 }
 
 }  // namespace hasten

@@ -82,6 +82,11 @@ struct EmbeddingGradient {
     void* dweight;  // [rows, H]
 };
 
+// Defined in the operators' cpu.h.
+struct Norm;
+struct Rotary;
+struct Activation;
+
 struct Kernels {
     const char* level;
     int32_t width;  // floats in a vector
@@ -114,6 +119,18 @@ struct Kernels {
 
     // Items: groups of item_rows rows of the table.
     void (*embedding_backward)(const EmbeddingGradient&, int64_t item);
+
+    // Norms: items of `rows` rows, with `norm_scratch` floats; sums: NORM_COLUMNS columns.
+    void (*norm_forward)(const Norm&, int64_t item, float* scratch);
+    void (*norm_backward)(const Norm&, int64_t item, float* scratch);
+    void (*norm_sum)(const Norm&, int64_t item);
+    // Items of `positions` positions of one batch row, with 3 R floats.
+    void (*rotary)(const Rotary&, int64_t item, float* scratch);
+    // Items of `rows` by `cols` elements.
+    void (*activation)(const Activation&, int64_t item);
+    void (*activation_backward)(const Activation&, int64_t item);
+    void (*gated_activation)(const Activation&, int64_t item);
+    void (*gated_activation_backward)(const Activation&, int64_t item);
 };
 
 // Each operator's files put their functions into the table.
@@ -123,5 +140,10 @@ void attention_backward_kernels(Kernels& table);
 void cross_entropy_kernels(Kernels& table);
 void adamw_kernels(Kernels& table);
 void embedding_kernels(Kernels& table);
+void norm_forward_kernels(Kernels& table);
+void norm_backward_kernels(Kernels& table);
+void rotary_kernels(Kernels& table);
+void activation_kernels(Kernels& table);
+void gated_activation_kernels(Kernels& table);
 
 }  // namespace hasten

@@ -16,6 +16,11 @@ extern "C" __attribute__((visibility("default"))) const hasten::Kernels* hasten_
         hasten::cross_entropy_kernels(t);
         hasten::adamw_kernels(t);
         hasten::embedding_kernels(t);
+        hasten::norm_forward_kernels(t);
+        hasten::norm_backward_kernels(t);
+        hasten::rotary_kernels(t);
+        hasten::activation_kernels(t);
+        hasten::gated_activation_kernels(t);
         return t;
     }();
     return &table;

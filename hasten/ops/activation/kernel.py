@@ -1,4 +1,4 @@
-"""Activations and their derivatives; the gradient is rebuilt from the input alone."""
+"""Activations and their derivatives, the gradient rebuilt from the input alone: native where it can run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ConfigError, nearest
+from hasten.ops.activation import cpu
 from hasten.ops.activation.reference import KINDS
 
 _aten = torch.ops.aten
@@ -48,14 +49,16 @@ def check_kind(kind: str) -> None:
         raise ConfigError(f"activation {kind!r} does not exist; {nearest(kind, KINDS)}")
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
-    """kind(x) in the dtype of x; `identity` returns x itself."""
+def activate(x: Tensor, kind: str, own_x: bool = False) -> Tensor:
+    """kind(x) in the dtype of x; `identity` returns x itself; with `own_x` the memory of x may be used."""
     check_kind(kind)
-    return KINDS[kind](x)
+    return KINDS[kind](x) if cpu.refusal(kind, x) else cpu.forward(x, None, kind, own_x)
 
 
 def activation_backward(dy: Tensor, x: Tensor, kind: str, own_dy: bool = False) -> Tensor:
     """dL/dx in the dtype of x; with `own_dy` the memory of dy may become the result."""
+    if not cpu.refusal(kind, x, dy):
+        return cpu.backward(dy, x, kind, own_dy)
     if own_dy and kind in _BACKWARD_INTO and dy.dtype == x.dtype:
         return _BACKWARD_INTO[kind](dy, x)
     return _BACKWARD[kind](dy, x).to(x.dtype)
@@ -63,6 +66,8 @@ def activation_backward(dy: Tensor, x: Tensor, kind: str, own_dy: bool = False) 
 
 def gated(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     """kind(gate), times up if there is one; may return `gate` itself."""
+    if up is not None and not cpu.refusal(kind, gate, up):
+        return cpu.forward(gate, up, kind)
     a = activate(gate, kind)
     if up is None:
         return a
@@ -79,6 +84,8 @@ def gated_backward(
     Fresh memory costs as much as the arithmetic: results are written over values that are no longer needed,
     with `own_dy` also over dy.
     """
+    if not cpu.refusal(kind, gate, up, dy):
+        return cpu.gated_backward(dy, gate, up, kind, need_product, own_dy)
     a = activate(gate, kind)
     dgate = activation_backward((dy * up).to(gate.dtype), gate, kind, own_dy=True)
     same = a is not gate and a.dtype == up.dtype == dy.dtype and a.shape == dy.shape

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hasten.ops.layer_norm.kernel import layer_norm_backward, layer_norm_forward
 from hasten.ops.registry import operator
-from hasten.ops.rms_norm import check_norm, split_sum_gradient
+from hasten.ops.rms_norm import check_norm
+from hasten.ops.rms_norm.kernel import split_sum_gradient
 
 __all__ = ["add_layer_norm", "layer_norm"]
 
@@ -58,7 +59,8 @@ def add_layer_norm(
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return layer_norm_forward(x.contiguous(), weight, bias, eps, out_dtype)
+    y, _, mean, rstd = layer_norm_forward(x, None, weight, bias, eps, out_dtype)
+    return y, mean, rstd
 
 
 def _fake(
@@ -85,8 +87,12 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 5
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    gradients = layer_norm_backward(dy, x, mean, rstd, weight, bias, tuple(ctx.needs_input_grad[:3]))
-    return *gradients, None, None
+    need_x, *need_parameters = ctx.needs_input_grad[:3]
+    summands = [(x.shape, x.dtype)]
+    (dx,), dweight, dbias = layer_norm_backward(
+        dy, x, mean, rstd, weight, bias, None, summands, [need_x], need_parameters
+    )
+    return dx, dweight, dbias, None, None
 
 
 def _add_forward(
@@ -97,9 +103,7 @@ def _add_forward(
     eps: float,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = (x + residual).contiguous()
-    y, mean, rstd = layer_norm_forward(h, weight, bias, eps, out_dtype)
-    return y, h, mean, rstd
+    return layer_norm_forward(x, residual, weight, bias, eps, out_dtype)
 
 
 def _add_fake(
@@ -125,15 +129,14 @@ def _add_save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 
 
 def _add_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
-    dweight = dbias = None
-    if dy is not None:
-        h, weight, bias, mean, rstd = ctx.saved_tensors
-        need = (need_x or need_residual, need_weight, need_bias)
-        dnorm, dweight, dbias = layer_norm_backward(dy, h, mean, rstd, weight, bias, need)
-        if dnorm is not None:
-            dh = dnorm if dh is None else dnorm.add_(dh)
-    dx, dresidual = split_sum_gradient(dh, ctx.summands, (need_x, need_residual))
+    need, need_parameters = ctx.needs_input_grad[:2], ctx.needs_input_grad[2:4]
+    if dy is None:
+        dx, dresidual = split_sum_gradient(dh, ctx.summands, need)
+        return dx, dresidual, None, None, None, None
+    h, weight, bias, mean, rstd = ctx.saved_tensors
+    (dx, dresidual), dweight, dbias = layer_norm_backward(
+        dy, h, mean, rstd, weight, bias, dh, ctx.summands, need, need_parameters
+    )
     return dx, dresidual, dweight, dbias, None, None
 
 

@@ -15,15 +15,21 @@ _ALL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _make(
-    shape: tuple[int, ...], *, inputs: int = 1, parameters: str = "same", strided: bool = False, **kwargs: Any
+    shape: tuple[int, ...],
+    *,
+    inputs: int = 1,
+    parameters: str = "same",
+    strided: bool = False,
+    residual: torch.dtype | None = None,
+    **kwargs: Any,
 ) -> Callable[[Generator, torch.dtype], Inputs]:
     def make(generator: Generator, dtype: torch.dtype) -> Inputs:
-        def draw() -> Tensor:
+        def draw(dtype: torch.dtype) -> Tensor:
             if strided:
                 return torch.randn(*shape[::-1], generator=generator).to(dtype).mT
             return torch.randn(shape, generator=generator).to(dtype)
 
-        tensors: list[Any] = [draw() for _ in range(inputs)]
+        tensors: list[Any] = [draw(dtype), draw(residual or dtype)][:inputs]
         weight = torch.rand(shape[-1], generator=generator) + 0.5
         bias = torch.randn(shape[-1], generator=generator)
         if parameters == "same":
@@ -44,6 +50,7 @@ def _cases(operator: str, op: Callable[..., Any], meaning: Callable[..., Any], i
 
     return [
         case("4x63", 4, 63, dtypes=_ALL),
+        case("67x3", 67, 3),
         case("vector-513", 513),
         case("2x3x511", 2, 3, 511),
         case("2x2x3x64", 2, 2, 3, 64, parameters="fp32"),
@@ -53,6 +60,7 @@ def _cases(operator: str, op: Callable[..., Any], meaning: Callable[..., Any], i
         case("no-parameters", 5, 64, parameters="none"),
         case("fp32-weight-alone", 5, 64, parameters="weight"),
         case("fp32-out", 5, 64, out_dtype=torch.float32),
+        case("bf16-out", 35, 17, parameters="fp32", residual=torch.float32, out_dtype=torch.bfloat16),
         case("1024x576", 1024, 576, benchmark=True),
     ]
 

@@ -168,7 +168,7 @@ def _forward(
 ) -> Tensor:
     if (done := packed.product(x, weight, bias, kind, resolve(x, compute))) is not None:
         return done
-    return activate(product(x, weight, bias, resolve(x, compute)), kind)
+    return activate(product(x, weight, bias, resolve(x, compute)), kind, own_x=True)
 
 
 def _fake(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.base.errors import ConfigError, nearest
 from hasten.ops import shadow
-from hasten.ops.layer_norm.kernel import layer_norm_backward, layer_norm_forward
+from hasten.ops.layer_norm.kernel import layer_norm_backward, layer_norm_forward, layer_norm_rebuild
 from hasten.ops.linear import (
     autocast_compute,
     biased_first,
@@ -21,8 +21,15 @@ from hasten.ops.linear import (
 )
 from hasten.ops.linear.kernel import input_gradient, products
 from hasten.ops.registry import operator
-from hasten.ops.rms_norm import check_norm, split_sum_gradient
-from hasten.ops.rms_norm.kernel import normalise, output_dtype, reciprocal_rms, rms_norm_backward
+from hasten.ops.rms_norm import check_norm
+from hasten.ops.rms_norm.cpu import Summands
+from hasten.ops.rms_norm.kernel import (
+    output_dtype,
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_rebuild,
+    split_sum_gradient,
+)
 
 __all__ = ["norm_linear"]
 
@@ -96,17 +103,34 @@ class _Norm:
     def dtype(self, h_dtype: torch.dtype, weight: Tensor | None) -> torch.dtype:
         return output_dtype(h_dtype, weight, self.round_first) if self.kind == "rms" else h_dtype
 
-    def forward(self, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        compute: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(norm(h) in the dtype `compute`, h = x (+ residual), statistics)."""
         if self.kind == "rms":
-            rstd = reciprocal_rms(h, self.eps)
-            return normalise(h, rstd, weight, self.offset, self.round_first, None), [rstd]
-        n, mean, rstd = layer_norm_forward(h, weight, bias, self.eps, None)
-        return n, [mean, rstd]
+            n, h, rstd = rms_norm_forward(
+                x, residual, weight, self.eps, self.offset, self.round_first, compute
+            )
+            return n, h, [rstd]
+        n, h, *stats = layer_norm_forward(x, residual, weight, bias, self.eps, None, compute)
+        return n, h, stats
 
-    def rebuild(self, h: Tensor, weight: Tensor | None, bias: Tensor | None, stats: list[Tensor]) -> Tensor:
+    def rebuild(
+        self,
+        h: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        stats: list[Tensor],
+        compute: torch.dtype,
+    ) -> Tensor:
         if self.kind == "rms":
-            return normalise(h, stats[0], weight, self.offset, self.round_first, None)
-        return layer_norm_forward(h, weight, bias, self.eps, None)[0]
+            return rms_norm_rebuild(h, stats[0], weight, self.offset, self.round_first, compute)
+        return layer_norm_rebuild(h, stats[0], stats[1], weight, bias, self.eps, compute)
 
     def backward(
         self,
@@ -115,12 +139,18 @@ class _Norm:
         weight: Tensor | None,
         bias: Tensor | None,
         stats: list[Tensor],
-        need: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dh: Tensor | None,
+        summands: Summands,
+        need: Sequence[bool],
+        need_parameters: Sequence[bool],
+    ) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
         if self.kind == "rms":
-            dh, dweight = rms_norm_backward(dn, h, stats[0], weight, self.offset, need[0], need[1])
-            return dh, dweight, None
-        return layer_norm_backward(dn.to(h.dtype), h, stats[0], stats[1], weight, bias, need)
+            gradients, dweight = rms_norm_backward(
+                dn, h, stats[0], weight, self.offset, dh, summands, need, need_parameters[0]
+            )
+            return gradients, dweight, None
+        mean, rstd = stats
+        return layer_norm_backward(dn, h, mean, rstd, weight, bias, dh, summands, need, need_parameters)
 
 
 def _forward(
@@ -136,9 +166,9 @@ def _forward(
     biases: list[Tensor],
     compute: torch.dtype | None = None,
 ) -> list[Tensor]:
-    h = (x if residual is None else x + residual).contiguous()
-    n, stats = _Norm(norm, eps, offset, round_first).forward(h, norm_weight, norm_bias)
-    ys = products(n, weights, biases, n.dtype if compute is None else compute)
+    constants = _Norm(norm, eps, offset, round_first)
+    n, h, stats = constants.forward(x, residual, norm_weight, norm_bias, compute)
+    ys = products(n, weights, biases, n.dtype)
     return ([] if residual is None else [h]) + ys + stats
 
 
@@ -195,18 +225,19 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dweight = dbias = None
     n_NK = None
     if any(need_weights) and any(dy is not None for dy in dys):
-        n_NK = ctx.norm.rebuild(h.contiguous(), weight, bias, stats).to(ctx.compute).view(-1, h.shape[-1])
+        n_NK = ctx.norm.rebuild(h.contiguous(), weight, bias, stats, ctx.compute).view(-1, h.shape[-1])
     dweights, dbiases = group_parameter_gradients(dys, n_NK, weights, biases, need_weights, need_biases)
     del n_NK
-    need_norm = (need[0] or need[1], need[3], need[4])
-    if any(need_norm):
+    need_summands = need[: len(ctx.summands)]
+    need_parameters = need[3:5]
+    dn_NK = None
+    if any((*need_summands, *need_parameters)):
         dn_NK = input_gradient(dys, shadow.saved(weights, copies), ctx.compute)
-        if dn_NK is not None:
-            dn = dn_NK.view(h.shape)
-            dnorm, dweight, dbias = ctx.norm.backward(dn, h, weight, bias, stats, need_norm)
-            if dnorm is not None:
-                dh = dnorm if dh is None else dnorm.add_(dh)
-    dx, *dresidual = split_sum_gradient(dh, ctx.summands, need[: len(ctx.summands)])
+    if dn_NK is not None:
+        arguments = (h, weight, bias, stats, dh, ctx.summands, need_summands, need_parameters)
+        (dx, *dresidual), dweight, dbias = ctx.norm.backward(dn_NK.view(h.shape), *arguments)
+    else:
+        dx, *dresidual = split_sum_gradient(dh, ctx.summands, need_summands)
     gradients = (dx, dresidual[0] if dresidual else None, None, dweight, dbias, None, None, None)
     return (*gradients, dweights, dbiases, None)[: len(need)]
 

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from hasten.base.errors import ShapeError
 from hasten.ops.registry import operator
-from hasten.ops.rms_norm.kernel import normalise, output_dtype, reciprocal_rms, rms_norm_backward
+from hasten.ops.rms_norm.kernel import (
+    output_dtype,
+    rms_norm_backward,
+    rms_norm_forward,
+    split_sum_gradient,
+)
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -91,9 +96,8 @@ def _forward(
     round_first: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    rstd = reciprocal_rms(x, eps)
-    return normalise(x, rstd, weight, offset, round_first, out_dtype), rstd
+    y, _, rstd = rms_norm_forward(x, None, weight, eps, offset, round_first, out_dtype)
+    return y, rstd
 
 
 def _fake(
@@ -121,8 +125,9 @@ def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
         return (None,) * 6
     x, weight, rstd = ctx.saved_tensors
     need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, dweight = rms_norm_backward(dy, x, rstd, weight, ctx.offset, need_x, need_weight)
-    return None if dx is None else dx.to(x.dtype), dweight, None, None, None, None
+    summands = [(x.shape, x.dtype)]
+    (dx,), dweight = rms_norm_backward(dy, x, rstd, weight, ctx.offset, None, summands, [need_x], need_weight)
+    return dx, dweight, None, None, None, None
 
 
 def _add_forward(
@@ -134,9 +139,7 @@ def _add_forward(
     round_first: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = (x + residual).contiguous()
-    y, rstd = _forward(h, weight, eps, offset, round_first, out_dtype)
-    return y, h, rstd
+    return rms_norm_forward(x, residual, weight, eps, offset, round_first, out_dtype)
 
 
 def _add_fake(
@@ -163,28 +166,15 @@ def _add_save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 
 
 def _add_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, _: Any) -> tuple[Any, ...]:
-    need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
-    dweight = None
-    if dy is not None:
-        h, weight, rstd = ctx.saved_tensors
-        need_h = need_x or need_residual
-        dnorm, dweight = rms_norm_backward(dy, h, rstd, weight, ctx.offset, need_h, need_weight)
-        if dnorm is not None:
-            dh = dnorm if dh is None else dnorm.add_(dh)
-    dx, dresidual = split_sum_gradient(dh, ctx.summands, (need_x, need_residual))
+    need, need_weight = ctx.needs_input_grad[:2], ctx.needs_input_grad[2]
+    if dy is None:
+        dx, dresidual = split_sum_gradient(dh, ctx.summands, need)
+        return dx, dresidual, None, None, None, None, None
+    h, weight, rstd = ctx.saved_tensors
+    (dx, dresidual), dweight = rms_norm_backward(
+        dy, h, rstd, weight, ctx.offset, dh, ctx.summands, need, need_weight
+    )
     return dx, dresidual, dweight, None, None, None, None
-
-
-def split_sum_gradient(
-    dh: Tensor | None, summands: Sequence[tuple[Any, torch.dtype]], need: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradient of h = x + residual for each (shape, dtype) of the two, broadcast dimensions summed."""
-    if dh is None:
-        return [None for _ in summands]
-    return [
-        dh.sum_to_size(shape).to(dtype) if wanted else None
-        for (shape, dtype), wanted in zip(summands, need, strict=True)
-    ]
 
 
 operator(

@@ -16,15 +16,21 @@ _GEMMA: dict[str, Any] = {"offset": 1.0, "round_first": False}
 
 
 def _make(
-    shape: tuple[int, ...], *, inputs: int = 1, weight: str = "same", strided: bool = False, **kwargs: Any
+    shape: tuple[int, ...],
+    *,
+    inputs: int = 1,
+    weight: str = "same",
+    strided: bool = False,
+    residual: torch.dtype | None = None,
+    **kwargs: Any,
 ) -> Callable[[Generator, torch.dtype], Inputs]:
     def make(generator: Generator, dtype: torch.dtype) -> Inputs:
-        def draw() -> Tensor:
+        def draw(dtype: torch.dtype) -> Tensor:
             if strided:
                 return torch.randn(*shape[::-1], generator=generator).to(dtype).mT
             return torch.randn(shape, generator=generator).to(dtype)
 
-        tensors: list[Any] = [draw() for _ in range(inputs)]
+        tensors: list[Any] = [draw(dtype), draw(residual or dtype)][:inputs]
         w = torch.rand(shape[-1], generator=generator) + 0.5
         tensors.append({"same": w.to(dtype), "fp32": w, "none": None}[weight])
         return (*tensors, 1e-6), kwargs
@@ -41,6 +47,7 @@ def _cases(operator: str, op: Callable[..., Any], meaning: Callable[..., Any], i
 
     return [
         case("one", 1, 1),
+        case("67x3", 67, 3),
         case("4x63", 4, 63, dtypes=_ALL),
         case("vector-513", 513),
         case("2x3x511", 2, 3, 511),
@@ -52,7 +59,20 @@ def _cases(operator: str, op: Callable[..., Any], meaning: Callable[..., Any], i
         case("gemma", 5, 513, dtypes=_ALL, **_GEMMA),
         case("gemma-fp32-weight", 5, 64, weight="fp32", **_GEMMA),
         case("fp32-out", 5, 64, out_dtype=torch.float32),
+        case(
+            "bf16-out", 35, 17, weight="fp32", residual=torch.float32, out_dtype=torch.bfloat16, dtypes=_ALL
+        ),
+        case("fp16-out", 3, 64, out_dtype=torch.float16, dtypes=(torch.bfloat16,)),
         case("1024x576", 1024, 576, benchmark=True),
+        case(
+            "1024x576-training",
+            1024,
+            576,
+            weight="fp32",
+            residual=torch.float32,
+            out_dtype=torch.bfloat16,
+            benchmark=True,
+        ),
     ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasten.base.errors import ShapeError
 from hasten.ops.registry import operator
+from hasten.ops.rotary import cpu
 from hasten.ops.rotary.reference import rotate
 
 __all__ = ["rotary"]
@@ -60,7 +61,9 @@ def _forward(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     _check(x, cos, sin)
-    return rotate(x, cos, sin, interleaved, False, _fake(x, cos, sin, interleaved, out_dtype))
+    out = _fake(x, cos, sin, interleaved, out_dtype)
+    body = rotate if cpu.refusal(x, cos, sin, out) else cpu.rotate
+    return body(x, cos, sin, interleaved, False, out)
 
 
 def _fake(
@@ -87,7 +90,8 @@ def _backward_forward(
     grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype, sequence_first: bool
 ) -> Tensor:
     out = _backward_fake(grad, cos, sin, interleaved, dtype, sequence_first)
-    return rotate(grad, cos, sin, interleaved, True, out)
+    body = rotate if cpu.refusal(grad, cos, sin, out) else cpu.rotate
+    return body(grad, cos, sin, interleaved, True, out)
 
 
 def _backward_fake(

@@ -44,6 +44,8 @@ def case(
     def make(generator: torch.Generator, dtype: torch.dtype) -> Inputs:
         if layout == "contiguous":
             x = torch.randn(shape, generator=generator).to(dtype)
+        elif layout == "columns":
+            x = torch.randn(batch, heads, dim, length, generator=generator).to(dtype).mT
         else:
             x = torch.randn(batch, length, heads, dim, generator=generator).to(dtype).transpose(1, 2)
         angles = (
@@ -75,6 +77,11 @@ CASES = [
     case("interleaved-partial", (1, 3, 17, 64), 32, interleaved=True),
     case("wide-table", (2, 3, 63, 64), 64, table_dtype=torch.float32),
     case("wide-table-narrow-result", (2, 3, 63, 64), 64, table_dtype=torch.float32, out_dtype=torch.bfloat16),
+    case("narrow", (2, 1, 3, 3), 2),
+    case("odd", (1, 2, 7, 511), 22),
+    case("columns", (2, 2, 7, 63), 62, layout="columns"),
+    case("interleaved-odd", (1, 2, 7, 513), 38, interleaved=True),
+    case("interleaved-wide-table", (2, 3, 17, 64), 64, interleaved=True, table_dtype=torch.float32),
     case("long", (1, 1, 4096 + 13, 8), 8),
     case("empty", (2, 3, 0, 16), 16),
     case("smollm2-q-512", (2, 9, 512, 64), 64, benchmark=True),
