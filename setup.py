@@ -91,10 +91,10 @@ def build(compiler: str, target: Path, scratch: Path) -> None:
     extra = SANITIZE if os.environ.get("HASTEN_SANITIZE") == "1" else ()
     levels = levels_to_build()
     kernels = [OPS / "_cpu/level.cpp", *sorted(OPS.glob("*/cpu*.cpp"))]
-    bindings = sorted(OPS.glob("*/binding.cpp"))
+    bindings = sorted({*OPS.glob("_cpu/*.cpp"), *OPS.glob("*/binding.cpp")} - set(kernels))
     commands, objects = [], {}
     for source in bindings:
-        objects.setdefault("binding", []).append(scratch / f"binding_{source.parent.name}.o")
+        objects.setdefault("binding", []).append(scratch / f"binding_{source.parent.name}_{source.stem}.o")
         flags = ("-std=c++20", "-O2", "-fopenmp", *torch_includes(), *COMMON, *extra)
         commands.append([compiler, *flags, "-c", str(source), "-o", str(objects["binding"][-1])])
     for level, isa in levels.items():

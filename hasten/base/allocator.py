@@ -10,6 +10,9 @@ off. glibc has no call to read its thresholds, and an explicit one stops it from
 `disable` restores is therefore where a process that has freed large tensors had adapted to: 32 MiB for mmap
 and twice that for trimming (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX), not the 128 KiB of a fresh process.
 
+Used where the native kernels were not built, and by the bench's `eager-bf16-malloc`; otherwise large tensors
+come from an arena of our own (`ops/buffers.py`).
+
 Only the main thread's arena grows without bound: a training loop in another thread has arenas of 64 MiB, and
 its larger blocks are mapped and returned as before. 2 MiB pages for the kept heap were tried and left out:
 see docs/LOG.md.

@@ -82,8 +82,9 @@ class Config(BaseModel):
     measure: bool = True
     """Time each rewritten block against the original once, and keep the original where it is faster."""
 
-    buffers: bool = True
-    """Let the C library keep large freed blocks for reuse while a model is optimised."""
+    buffers: bool | Literal["huge"] = True
+    """Keep the memory of large CPU tensors for reuse while a model is optimised; see `ops/buffers.py`.
+    `"huge"`: in pages of 2 MiB, where the system gives them."""
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -91,6 +92,13 @@ class Config(BaseModel):
     @classmethod
     def _memory(cls, value: Any) -> Any:
         return None if value is None else parse_memory(value)
+
+    @field_validator("buffers", mode="before")
+    @classmethod
+    def _buffers(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value != "huge":
+            raise ValueError("must be True, False or 'huge'")
+        return value
 
     @field_validator("dynamic_shape")
     @classmethod

@@ -20,13 +20,13 @@ class Kind(NamedTuple):
     """`eager`, `compile` (Inductor) or `hasten`."""
     wants_bf16: bool
     buffer_reuse: bool = False
-    """The allocator settings that hasten uses, without anything else of hasten."""
+    """The C library is told to keep freed blocks (`base/allocator.py`)."""
 
 
 CONTENDERS: dict[str, Kind] = {
     "eager-fp32": Kind("plain PyTorch in fp32", "eager", False),
     "eager-bf16": Kind("plain PyTorch under autocast to bf16, as a user finds it", "eager", True),
-    "eager-bf16-malloc": Kind("eager-bf16 with the allocator settings that hasten uses", "eager", True, True),
+    "eager-bf16-malloc": Kind("eager-bf16 with glibc told to keep freed blocks", "eager", True, True),
     "compile-bf16": Kind("torch.compile (Inductor) under autocast to bf16", "compile", True),
     "hasten": Kind("hasten.optimize and hasten's AdamW under autocast to bf16", "hasten", True),
     "hasten-fp32": Kind("hasten.optimize and hasten's AdamW in fp32", "hasten", False),

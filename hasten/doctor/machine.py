@@ -9,11 +9,10 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hasten.base import allocator
 from hasten.base.cache import cache_folder
 from hasten.base.config import Config
 from hasten.base.facts import Fact, Facts, accelerators
-from hasten.ops import choices, native
+from hasten.ops import buffers, choices, native
 from hasten.train.tuning import summary
 
 _PACKAGES = ("hasten", "torch", "transformers", "peft", "safetensors", "numpy")
@@ -97,19 +96,17 @@ def optimisations(config: Config, facts: Facts) -> list[dict[str, str]]:
     rows.append(("native kernels", kernels.level is not None, kernels.reason))
     table = choices.in_force()
     rows.append(("measured choices", bool(table.rows), summary(table)))
-    refusal = allocator.refusal()
-    buffers = config.level > 0 and config.buffers and not refusal
+    refusal = buffers.refusal()
+    reuse = config.level > 0 and config.buffers and not refusal
     if refusal:
         why = refusal
-    elif not buffers:
-        why = (
-            "level = 0" if config.buffers else f"buffers = False ({config.sources.get('buffers', 'default')})"
-        )
+    elif reuse:
+        why = f"while a model is optimised: {buffers.way()}"
+    elif config.buffers:
+        why = "level = 0"
     else:
-        why = (
-            "while a model is optimised, freed blocks are kept for reuse; costs a few per cent of peak memory"
-        )
-    rows.append(("buffer reuse", buffers, why))
+        why = f"buffers = False ({config.sources.get('buffers', 'default')})"
+    rows.append(("buffer reuse", reuse, why))
     rows.append(_bf16(config, facts))
     proof = "each rewritten block is compared with the original, outputs and gradients, at its first run"
     rows.append(("proof", config.verify, proof if config.verify else "verify = False"))

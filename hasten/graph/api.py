@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hasten.base import allocator
 from hasten.base.config import Config, make_config
 from hasten.base.errors import ConfigError, UserError
 from hasten.base.facts import detect
@@ -24,7 +23,7 @@ from hasten.graph.head import HeadForward, find_head
 from hasten.graph.instance import InstanceForward, put_back
 from hasten.graph.records import Report
 from hasten.graph.rules import Context, Rule
-from hasten.ops import packed, shadow
+from hasten.ops import buffers, packed, shadow
 
 _KEY = "_hasten"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -44,7 +43,7 @@ class _State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         if self.config.buffers and self.config.level > 0:
-            allocator.enable()
+            buffers.enable(self.config.memory_bytes(), self.config.buffers == "huge")
         twin = object.__new__(_State)  # copy.copy would go through __reduce__
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
@@ -88,8 +87,8 @@ def optimize(model: _Model, **settings: Any) -> _Model:
     """Makes `model` faster and smaller in place; the same object trains, generates and saves as before.
 
     The work happens at the first forward: each repeated block is captured, rewritten, proved and timed there.
-    Calling it again with other settings starts afresh. Nothing outside this model changes, except that the C
-    library keeps freed memory for reuse while any model is optimised (`buffers=False` leaves it alone).
+    Calling it again with other settings starts afresh. Nothing outside this model changes, except that large
+    CPU tensors come from an arena while any model is optimised (`buffers=False` leaves torch's allocator).
 
     Args:
         model: any `nn.Module`; a Hugging Face model, with or without PEFT adapters, gains most.
@@ -135,7 +134,9 @@ def optimize(model: _Model, **settings: Any) -> _Model:
         if _install_without_cache(model):
             doors["key-value cache"] = "none in training steps that do not ask for one"
         doors["precision"] = _set_precision(model, config)
-        doors["buffers"] = str(allocator.enable()) if config.buffers else "off: buffers=False"
+        doors["buffers"] = "off: buffers=False"
+        if config.buffers:
+            doors["buffers"] = str(buffers.enable(config.memory_bytes(), config.buffers == "huge"))
     state = model.__dict__[_KEY] = _State(config, engine, attention, doors)
     if config.level > 0:
         state.copies = shadow.register(model)
@@ -197,7 +198,7 @@ def restore(model: _Model) -> _Model:
         if state.attention is not None:
             state.attention.leave()
         if state.config.buffers:
-            allocator.disable()
+            buffers.disable(state.config.memory_bytes())
     return model
 
 
@@ -221,19 +222,24 @@ def report(model: nn.Module) -> Report:
         type(m).__name__ for m in model.modules() if isinstance(m.__dict__.get("forward"), BlockForward)
     )
     settings = {name: getattr(state.config, name) for name in type(state.config).model_fields}
+    doors = {
+        **state.doors,
+        "packed weights": str(state.engine.packs),
+        "bf16 weights": str(state.copies),
+        "memory": state.engine.recompute.state,
+    }
+    used = buffers.usage() if state.config.buffers and state.config.level > 0 else None
+    if used is not None:
+        doors["buffers"] = f"{buffers.status()}: {used}"
     return Report(
         type(model).__name__,
         blocks,
         settings,
         dict(state.config.sources),
         state.engine.graphs,
-        {
-            **state.doors,
-            "packed weights": str(state.engine.packs),
-            "bf16 weights": str(state.copies),
-            "memory": state.engine.recompute.state,
-        },
+        doors,
         state.engine.originals,
+        {} if used is None else used.as_dict(),
     )
 
 

@@ -85,6 +85,9 @@ class Report:
     originals: Counter[str]
     """Reason -> calls of a block that ran the original code."""
 
+    buffers: dict[str, int] = field(default_factory=dict)
+    """The arena's counters (`hasten.ops.buffers.Usage`); empty where there is none."""
+
     def rule_counts(self) -> Counter[str]:
         """Over the distinct captured graphs: how often each rule replaced something."""
         total: Counter[str] = Counter()
@@ -106,6 +109,7 @@ class Report:
             "settings": self.settings,
             "sources": self.sources,
             "doors": self.doors,
+            "buffers": self.buffers,
             "graphs": [graph.as_dict() for graph in self.graphs],
             "originals": dict(self.originals),
         }

@@ -47,15 +47,15 @@ def test_a_copy_recomputes_its_own_blocks():
 
 
 def test_the_allocator_is_released_once_for_each_copy():
-    from hasten.base import allocator
+    from hasten.ops import buffers
 
-    users = allocator.status().users
+    users = buffers.status().users
     model = hasten.optimize(tiny_model("llama"), measure=False)
     twin = copy.deepcopy(model)
     hasten.restore(model)
     hasten.restore(twin)
     hasten.restore(twin)
-    assert allocator.status().users == users
+    assert buffers.status().users == users
 
 
 def test_a_module_that_is_reached_twice_is_put_back_once():

@@ -13,13 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from hasten.base import allocator
 from hasten.base.errors import ConfigError, InputError
 from hasten.base.facts import ISA_LEVELS, detect
 from hasten.doctor import collect, explain, render
 from hasten.doctor import model as probing
 from hasten.models import tiny_model
-from hasten.ops import native
+from hasten.ops import buffers, native
 from hasten.train.screen import Screen
 
 
@@ -54,7 +53,7 @@ def test_every_optimisation_that_is_off_says_why() -> None:
     assert {row["state"] for row in rows.values()} == {"on", "off"}
     assert all(row["why"] for row in rows.values())
     assert (rows["native kernels"]["state"] == "on") is (native.state().level is not None)
-    assert (rows["buffer reuse"]["state"] == "on") is not bool(allocator.refusal())
+    assert (rows["buffer reuse"]["state"] == "on") is not bool(buffers.refusal())
 
 
 def test_sources_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
