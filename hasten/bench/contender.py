@@ -124,7 +124,8 @@ def _prepare(model: Any, kind: Kind, spec: Spec) -> tuple[Callable[..., Any], to
         from hasten.ops.adamw.optimizer import AdamW
 
         hasten.optimize(model)
-        return model, AdamW(model.parameters(), lr=spec.learning_rate)
+        # As `hasten train` does: this loop writes no weights behind the optimizer's back.
+        return model, AdamW(model.parameters(), lr=spec.learning_rate, shadows=True)
     return model, torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hasten.base.errors import CheckpointError
+from hasten.ops.adamw import total_norm
 from hasten.train.config import OptimizerSection, ScheduleSection
 
 
@@ -51,8 +52,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 class Stepper:
     """An AdamW optimizer, global gradient clipping, and its state by parameter name."""
 
-    def __init__(self, model: nn.Module, section: OptimizerSection, *, fused: bool) -> None:
-        """`fused` takes hasten's AdamW instead of torch's; the formula and the state are the same."""
+    def __init__(
+        self, model: nn.Module, section: OptimizerSection, *, fused: bool, shadows: bool = False
+    ) -> None:
+        """`fused` takes hasten's AdamW instead of torch's; the formula and the state are the same.
+
+        shadows: the fused step also writes the bf16 weights, 2 bytes a parameter. What they ask for holds
+        here: nothing writes weights between a step and the next forward pass (`hasten/ops/shadow.py`).
+        """
         self.parameters = trainable(model)
         # hasten's optimizer clips inside its update, without a pass that writes the gradients.
         self._clip_norm = None if fused else section.max_grad_norm
@@ -62,14 +69,14 @@ class Stepper:
         if fused:
             from hasten.ops.adamw.optimizer import AdamW
 
-            self.optimizer = AdamW(groups, max_grad_norm=section.max_grad_norm, **settings)
+            self.optimizer = AdamW(groups, max_grad_norm=section.max_grad_norm, shadows=shadows, **settings)
         else:
             self.optimizer = torch.optim.AdamW(groups, fused=True, **settings)
 
     def gradient_norm(self) -> float:
         """The L2 norm of all gradients together."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return float(total_norm(gradients))
 
     def discard(self) -> None:
         """Frees the gradients unused."""

@@ -89,7 +89,8 @@ def _train(
         if tune and config.optimize:
             tune_once(screen)
         with optimized(config, model):
-            stepper = Stepper(model, config.optimizer, fused=config.optimize)
+            bounded = make_config().memory is not None
+            stepper = Stepper(model, config.optimizer, fused=config.optimize, shadows=not bounded)
             loop = Loop(model, stepper, rows, held_out, config, precision)
             state.seed_all(config.seed)
             if start is not None:
