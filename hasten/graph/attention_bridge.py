@@ -203,17 +203,18 @@ def _simple_ranges(
     if padding is not None or not isinstance(q_offset, int) or kwargs.get("use_vmap"):
         return None
     device = kwargs.get("device") or "cpu"
-    ranges = torch.zeros(1, queries, 2, dtype=torch.int32, device=device)
+    # In the layout that packed documents give: with another one the blocks would be captured anew.
+    ranges = torch.zeros(batch, queries, 2, dtype=torch.int32, device=device)
     if function is masking_utils.causal_mask_function:
         first = q_offset - kv_offset + 1
-        ranges[0, :, 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(
+        ranges[..., 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(
             0, keys
         )
     elif function is masking_utils.bidirectional_mask_function:
-        ranges[0, :, 1] = keys
+        ranges[..., 1] = keys
     else:
         return None
-    return ranges.expand(batch, -1, -1)
+    return ranges
 
 
 class AttentionDoor:

@@ -44,6 +44,7 @@ class Row(BaseModel):
 
     op: str
     dtype: str
+    """Of the first floating tensor, and the words among the arguments: `bfloat16 gelu`."""
     size: Size
     case: str
     native_s: float
@@ -188,6 +189,8 @@ def takes_torch(op: str, arguments: Sequence[Any]) -> bool:
 
 def _described(arguments: Sequence[Any]) -> tuple[str, Size]:
     dtype, counts = "", []
+    # One kind of activation or norm says nothing of another.
+    words = [argument for argument in arguments if isinstance(argument, str)]
     for argument in arguments:
         tensors = argument if isinstance(argument, (list, tuple)) else (argument,)
         count = 0
@@ -198,4 +201,5 @@ def _described(arguments: Sequence[Any]) -> tuple[str, Size]:
                     dtype = str(tensor.dtype).removeprefix("torch.")
         if count:
             counts.append(count)
-    return dtype, (counts[0].bit_length(), max(counts).bit_length()) if counts else (0, 0)
+    size = (counts[0].bit_length(), max(counts).bit_length()) if counts else (0, 0)
+    return " ".join([dtype, *words]), size

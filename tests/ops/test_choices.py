@@ -56,6 +56,8 @@ def test_size_of_a_call() -> None:
     assert choices._described((a, b, None, 2.0)) == ("float32", (4, 10))
     assert choices._described(([b, b], a)) == ("bfloat16", (11, 11))
     assert choices._described((torch.empty(0), 1)) == ("float32", (0, 0))
+    # gelu says nothing of silu.
+    assert choices._described((b, "gelu")) == ("bfloat16 gelu", (10, 10))
 
 
 @needs_kernels
