@@ -207,9 +207,7 @@ def _simple_ranges(
     ranges = torch.zeros(batch, queries, 2, dtype=torch.int32, device=device)
     if function is masking_utils.causal_mask_function:
         first = q_offset - kv_offset + 1
-        ranges[..., 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(
-            0, keys
-        )
+        ranges[..., 1] = torch.arange(first, first + queries, dtype=torch.int32, device=device).clamp(0, keys)
     elif function is masking_utils.bidirectional_mask_function:
         ranges[..., 1] = keys
     else:
