@@ -22,7 +22,7 @@ COUNTS = {
     "llama": (2, 2, 1),
     "mistral": (2, 2, 1),
     "qwen3": (2, 2, 1),
-    "gemma2": (3, 3, 2),  # the second layer's window makes it a graph of its own
+    "gemma2": (2, 2, 1),  # windows are in the key ranges, not in the graph
     "smollm3": (3, 3, 2),  # the third has no rotary
     "gpt2": (2, 2, 1),
     "opt": (2, 2, 1),
