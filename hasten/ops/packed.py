@@ -106,6 +106,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, compute: 
         or kind not in ATTRIBUTES
         or compute != torch.bfloat16
         or not native.state().bf16
+        or not torch.backends.mkldnn.enabled
         or native.refusal(x, weight)
         or x.numel() < MIN_ROWS * weight.shape[1]
     ):

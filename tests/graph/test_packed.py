@@ -49,6 +49,11 @@ def test_only_where_it_is_allowed_and_worth_it() -> None:
         assert packed.product(x, torch.randn(48, 32, dtype=BF16), None, "identity", BF16) is None
         with native.switched_off():
             assert packed.product(x, linear.weight, None, "identity", BF16) is None
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            assert packed.product(x, linear.weight, None, "identity", BF16) is None
+        finally:
+            torch._C._set_mkldnn_enabled(True)
     assert packs.bytes == 0
 
 

@@ -78,12 +78,17 @@ def test_every_operator_at_every_level(level: str) -> None:
 
 
 @built
-def test_products_by_torch() -> None:
-    """The form that AMX machines run; torch's product takes bf16 from AVX-512 on."""
+@pytest.mark.parametrize("refused", [False, True])
+def test_products_by_torch(refused: bool) -> None:
+    """The form that AMX machines run; torch's product takes bf16 from AVX-512 on.
+
+    Where the user limits oneDNN below that, torch refuses it, and our own products do the work.
+    """
     require("avx512")
     if "avx512_bf16" not in detect().flags.value:
         pytest.skip("the processor lacks avx512_bf16")
-    found = suite("--brgemm", HASTEN_ISA="avx512")
+    limit = {"ONEDNN_MAX_CPU_ISA": "AVX2"} if refused else {}
+    found = suite("--brgemm", *(["--smallest"] if refused else []), HASTEN_ISA="avx512", **limit)
     assert found["calls"]["attention"]
     assert found["calls"]["attention_backward"]
 

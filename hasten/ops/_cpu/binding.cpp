@@ -1,6 +1,7 @@
 // Loads the library of a level and spreads its work over torch's threads.
 #include "binding.h"
 
+#include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 #include <dlfcn.h>
 #include <torch/library.h>
@@ -68,6 +69,23 @@ int64_t fingerprint(const at::Tensor& t) {
 const Level& level() {
     TORCH_CHECK(chosen.kernels, "hasten: no level is loaded; import hasten.ops.native first");
     return chosen;
+}
+
+Brgemm usable_brgemm() {
+    if (!chosen.brgemm || !at::globalContext().userEnabledMkldnn()) return nullptr;
+    // oneDNN reads its limit once in a process, so one try tells.
+    static const bool taken = [] {
+        alignas(64) const uint16_t a[32] = {}, b[32 * 16] = {};
+        alignas(64) float c[16];
+        try {
+            chosen.brgemm(1, 16, 32, 32, 16, 16, false, a, b, c);
+        } catch (const c10::Error&) {
+            return false;
+        }
+        release_brgemm();
+        return true;
+    }();
+    return taken ? chosen.brgemm : nullptr;
 }
 
 void release_brgemm() {

@@ -20,6 +20,10 @@ struct Level {
 
 const Level& level();
 
+// The level's brgemm, or null where torch would refuse it now: oneDNN is switched off, or limited to a level
+// below (ONEDNN_MAX_CPU_ISA). The pairs of bf16 then do the work.
+Brgemm usable_brgemm();
+
 void release_brgemm();
 
 // How often work was spread: tells whether a kernel or a torch body answered a call.

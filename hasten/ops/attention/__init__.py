@@ -146,7 +146,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     options = _options(q, ranges, bias, sinks, alibi, scale, causal, window, softcap)
     _check(q, k, v, options)
-    if not cpu.refusal(q, options):
+    if not cpu.refusal(q):
         options = _as_intervals(options)
         native = cpu.forward(q, k, v, options)
         if native is not None:
@@ -205,7 +205,7 @@ def _backward_forward(
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = _options(q, ranges, bias, sinks, alibi, scale, causal, window, softcap)
-    if not cpu.refusal(q, options, bias_grad):
+    if not cpu.refusal(q, bias_grad):
         native = cpu.backward(grad_out, q, k, v, out, lse, _as_intervals(options))
         if native is not None:
             return (*native, lse.new_empty(0))

@@ -53,7 +53,7 @@ struct Problem {
         bounds = bounds_of(q, k, ranges, causal, window);
         a.type = type_of(q);
         a.bf16 = level().bf16 && a.type == Type::bf16;
-        a.brgemm = a.bf16 ? level().brgemm : nullptr;
+        a.brgemm = a.bf16 ? usable_brgemm() : nullptr;
         a.B = q.size(0), a.Hq = q.size(1), a.Sq = q.size(2), a.D = q.size(3);
         a.Hkv = k.size(1), a.Sk = k.size(2), a.Dv = v.size(3);
         a.q = q.data_ptr(), a.q_b = q.stride(0), a.q_h = q.stride(1), a.q_s = q.stride(2);

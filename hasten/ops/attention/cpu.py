@@ -14,7 +14,7 @@ from hasten.ops import native
 from hasten.ops.attention.blocked import Options
 
 
-def refusal(q: Tensor, options: Options, bias_grad: bool = False) -> str:
+def refusal(q: Tensor, bias_grad: bool = False) -> str:
     """Why the kernel cannot run; empty if it can."""
     if bias_grad:
         return "the bias gets a gradient"

@@ -222,7 +222,7 @@ template <class T>
 void forward_few(const Attention& a, int64_t item, void* memory) {
     const Layout l(a, false);
     const Block block(a, l, item, a.parts);
-    const int64_t count = block.q1 - block.q0, M = l.group * count, d_whole = a.D / W * W;
+    const int64_t count = block.q1 - block.q0, M = l.group * count;
     const T* k = (const T*)a.k + block.b * a.k_b + block.hk * a.k_h;
     const T* v = (const T*)a.v + block.b * a.v_b + block.hk * a.v_h;
     Scratch scratch(memory);
@@ -249,15 +249,11 @@ void forward_few(const Attention& a, int64_t item, void* memory) {
     for (int64_t k0 = block.first_key / 64 * 64; k0 < block.last_key; k0 += a.cols) {
         const int64_t n = std::min(a.cols, round_up(block.last_key - k0, 32)), keys = std::min(n, a.Sk - k0);
         for (int64_t j = 0; j < keys; j++) {
-            const T* row = k + (k0 + j) * a.k_s;
-            if (d_whole < a.D || M > 1) widen(row, a.D, l.d_pad, wide);
+            widen(k + (k0 + j) * a.k_s, a.D, l.d_pad, wide);
             for (int64_t m = 0; m < M; m++) {
                 VF sum_m{};
-                if (d_whole < a.D || M > 1)
-                    for (int64_t d = 0; d < l.d_pad; d += W)
-                        sum_m = sum_m + load(wide + d) * load(q + m * l.d_pad + d);
-                else
-                    for (int64_t d = 0; d < a.D; d += W) sum_m = sum_m + load_float(row + d) * load(q + d);
+                for (int64_t d = 0; d < l.d_pad; d += W)
+                    sum_m = sum_m + load(wide + d) * load(q + m * l.d_pad + d);
                 s[m * a.cols + j] = sum(sum_m);
             }
         }
