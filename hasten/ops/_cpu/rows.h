@@ -45,9 +45,7 @@ inline VF keep(VF v, Full) {
     return v;
 }
 inline VF keep(VF v, int lanes) {
-    VI index;
-    for (int i = 0; i < W; i++) index[i] = i;
-    return index < lanes ? v : VF{};
+    return lane_numbers() < lanes ? v : VF{};
 }
 
 // v, rounded: keeps the compiler from joining a product with the sum that follows.
@@ -81,16 +79,16 @@ inline float sum_over(int64_t n, const F& f) {
     return sum((a + b) + (c + d));
 }
 
-// Calls f with a null pointer of the element type.
+// Calls f with a null pointer of the element type, and returns what it does.
 template <class F>
-inline void with_type(Type type, const F& f) {
+inline auto with_type(Type type, const F& f) {
     switch (type) {
-        case Type::f32:
-            return f((float*)nullptr);
         case Type::bf16:
             return f((bf16*)nullptr);
         case Type::f16:
             return f((f16*)nullptr);
+        default:
+            return f((float*)nullptr);
     }
 }
 

@@ -38,11 +38,19 @@ struct f16 {
     uint16_t bits;
 };
 
+constexpr float INF = __builtin_inff();
+
 inline VF splat(float x) {
     return x - VF{};
 }
 inline VI splat_int(int32_t x) {
     return x - VI{};
+}
+// 0, 1, .. W - 1.
+inline VI lane_numbers() {
+    VI v;
+    for (int i = 0; i < W; i++) v[i] = i;
+    return v;
 }
 
 inline VF load(const float* p) {
@@ -103,6 +111,9 @@ inline VF rounded_bf16(VF v) {
     return v != v ? v : (VF)rounded;
 }
 
+inline float widen_scalar(float x) {
+    return x;
+}
 inline float widen_scalar(bf16 h) {
     const uint32_t bits = uint32_t(h.bits) << 16;
     float f;

@@ -1,8 +1,7 @@
 // AdamW over a piece of a parameter, and sums of squares: one pass over memory each.
 #include <cmath>
 
-#include "../_cpu/kernels.h"
-#include "../_cpu/vec.h"
+#include "../_cpu/rows.h"
 
 namespace hasten {
 namespace {
@@ -25,38 +24,23 @@ void update(const AdamW& a, int64_t first, int64_t count) {
     const G* g = (const G*)a.grad + first;
     float *m = a.exp_avg + first, *v = a.exp_avg_sq + first;
     bf16* shadow = a.shadow ? (bf16*)a.shadow + first : nullptr;
-    const auto one = [&](VF& param, VF grad, VF& mean, VF& square) {
-        grad = grad * a.grad_scale;
-        mean = mean * a.beta1 + grad * a.rest1;
-        square = square * a.beta2 + grad * grad * a.rest2;
-        param = param * a.decay - a.step_size * mean / (sqrt_of(square) * a.square_scale + a.eps);
-    };
-    int64_t i = 0;
-    for (; i + W <= count; i += W) {
-        VF param = load_float(p + i), mean = load(m + i), square = load(v + i);
-        one(param, load_float(g + i), mean, square);
-        store_float(p + i, param), store(m + i, mean), store(v + i, square);
-        if (shadow) store_float(shadow + i, param);
-    }
-    if (const int n = int(count - i)) {
-        VF param = load_part(p + i, n), mean = load_part(m + i, n), square = load_part(v + i, n);
-        one(param, load_part(g + i, n), mean, square);
-        store_part(p + i, param, n), store_part(m + i, mean, n), store_part(v + i, square, n);
-        if (shadow) store_part(shadow + i, param, n);
-    }
-}
-
-template <class P>
-void update_from(const AdamW& a, int64_t first, int64_t count) {
-    if (a.grad_type == Type::f32) return update<P, float>(a, first, count);
-    if (a.grad_type == Type::bf16) return update<P, bf16>(a, first, count);
-    update<P, f16>(a, first, count);
+    each_vector(count, [&](int64_t i, auto lanes) {
+        const VF grad = get(g + i, lanes) * a.grad_scale;
+        const VF mean = get(m + i, lanes) * a.beta1 + grad * a.rest1;
+        const VF square = get(v + i, lanes) * a.beta2 + grad * grad * a.rest2;
+        const VF param =
+            get(p + i, lanes) * a.decay - a.step_size * mean / (sqrt_of(square) * a.square_scale + a.eps);
+        put(p + i, param, lanes), put(m + i, mean, lanes), put(v + i, square, lanes);
+        if (shadow) put(shadow + i, param, lanes);
+    });
 }
 
 void adamw(const AdamW& a, int64_t first, int64_t count) {
-    if (a.param_type == Type::f32) return update_from<float>(a, first, count);
-    if (a.param_type == Type::bf16) return update_from<bf16>(a, first, count);
-    update_from<f16>(a, first, count);
+    with_type(a.param_type, [&](auto* p) {
+        with_type(a.grad_type, [&](auto* g) {
+            update<std::remove_pointer_t<decltype(p)>, std::remove_pointer_t<decltype(g)>>(a, first, count);
+        });
+    });
 }
 
 template <class T>
@@ -82,9 +66,7 @@ double squares(const T* x, int64_t count) {
 }
 
 double sum_of_squares(Type type, const void* x, int64_t first, int64_t count) {
-    if (type == Type::f32) return squares((const float*)x + first, count);
-    if (type == Type::bf16) return squares((const bf16*)x + first, count);
-    return squares((const f16*)x + first, count);
+    return with_type(type, [&](auto* t) { return squares((const decltype(t))x + first, count); });
 }
 
 }  // namespace

@@ -16,16 +16,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 
 #include "../_cpu/gemm.h"
 #include "../_cpu/kernels.h"
+#include "../_cpu/rows.h"
 
 namespace hasten {
 namespace {
 
-constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.44269504088896341f;
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
@@ -106,21 +105,13 @@ inline uint32_t unit_of(float x) {
     return u;
 }
 
-template <class T>
-inline float scalar_of(const T* p) {
-    if constexpr (sizeof(T) == 4)
-        return *p;
-    else
-        return widen_scalar(*p);
-}
-
 // bf16 bits of x, kept as they are where x is bf16 already.
 template <class T>
 inline uint32_t bf16_bits(const T* p) {
     if constexpr (std::is_same_v<T, bf16>)
         return p->bits;
     else
-        return narrow_scalar_bf16(scalar_of(p)).bits;
+        return narrow_scalar_bf16(widen_scalar(*p)).bits;
 }
 
 // A row of n elements as units: d[i] = row[i], or the pair (row[2i], row[2i + 1]) with zero behind the end.
@@ -129,7 +120,7 @@ inline void pack_row(const Attention& a, const T* row, int64_t n, uint32_t* d) {
     if (!a.bf16) {
         int64_t i = 0;
         for (; i + W <= n; i += W) store((float*)d + i, load_float(row + i));
-        for (; i < n; i++) d[i] = unit_of(scalar_of(row + i));
+        for (; i < n; i++) d[i] = unit_of(widen_scalar(row[i]));
         return;
     }
     if constexpr (std::is_same_v<T, bf16>) {
@@ -148,7 +139,7 @@ inline void pack_pair(const Attention& a, const T* r0, const T* r1, int64_t n, i
     int64_t i = 0;
     if (!a.bf16) {
         for (; r0 && i + W <= n; i += W) store((float*)d + i, load_float(r0 + i));
-        for (; i < n; i++) d[i] = r0 ? unit_of(scalar_of(r0 + i)) : 0;
+        for (; i < n; i++) d[i] = r0 ? unit_of(widen_scalar(r0[i])) : 0;
     } else {
         if constexpr (std::is_same_v<T, bf16>)
             for (; r0 && r1 && i + W <= n; i += W) {
@@ -187,20 +178,10 @@ inline void pack_transposed(const Attention& a, const T* rows, int64_t stride, i
 template <class T>
 inline bool finite_rows(const T* rows, int64_t stride, int64_t S, int64_t n) {
     VF total{};
-    float rest = 0;
-    for (int64_t s = 0; s < S; s++) {
-        const T* row = rows + s * stride;
-        int64_t i = 0;
-        for (; i + W <= n; i += W) total = total + load_float(row + i) * 0.0f;
-        for (; i < n; i++) rest += scalar_of(row + i) * 0.0f;
-    }
-    return sum(total) + rest == 0;
-}
-
-inline VI lanes() {
-    VI v;
-    for (int i = 0; i < W; i++) v[i] = i;
-    return v;
+    for (int64_t s = 0; s < S; s++)
+        each_vector(n,
+                    [&](int64_t i, auto lanes) { total = total + get(rows + s * stride + i, lanes) * 0.0f; });
+    return sum(total) == 0;
 }
 
 // One row of a tile of scores: what is added to the products and which columns count.

@@ -60,9 +60,7 @@ struct RowGradient {
 
 template <class T>
 inline void store_gradient(T* to, const float* from, int64_t n, float scale) {
-    int64_t d = 0;
-    for (; d + W <= n; d += W) store_float(to + d, load(from + d) * scale);
-    if (d < n) store_part(to + d, load(from + d) * scale, int(n - d));
+    each_vector(n, [&](int64_t d, auto lanes) { put(to + d, load(from + d) * scale, lanes); });
 }
 
 template <class T, class Unit>
@@ -83,7 +81,7 @@ HASTEN_BF16_TARGET void backward(const Attention& a, int64_t item, void* memory)
     float* dk = scratch.take<float>(a.cols * l.d_pad);
     float* dv = scratch.take<float>(a.cols * l.dv_pad);
     const Gemm<Unit> product{a.brgemm, scratch.take<uint32_t>(a.cols * l.block_rows)};
-    const VI lane = lanes();
+    const VI lane = lane_numbers();
     std::memset(dq, 0, size_t(l.blocks * l.block_rows * l.d_pad) * 4);
 
     for (int64_t k0 = part_begin; k0 < part_end; k0 += a.cols) {
@@ -183,25 +181,12 @@ void backward_any(const Attention& a, int64_t item, void* scratch) {
 #if defined(__AVX512F__)
     if (a.bf16) return backward<bf16, PairBF16>(a, item, scratch);
 #endif
-    switch (a.type) {
-        case Type::bf16:
-            return backward<bf16, Float>(a, item, scratch);
-        case Type::f16:
-            return backward<f16, Float>(a, item, scratch);
-        default:
-            return backward<float, Float>(a, item, scratch);
-    }
+    with_type(a.type,
+              [&](auto* t) { backward<std::remove_pointer_t<decltype(t)>, Float>(a, item, scratch); });
 }
 
 void dq_any(const Attention& a, int64_t item) {
-    switch (a.type) {
-        case Type::bf16:
-            return add_dq<bf16>(a, item);
-        case Type::f16:
-            return add_dq<f16>(a, item);
-        default:
-            return add_dq<float>(a, item);
-    }
+    with_type(a.type, [&](auto* t) { add_dq<std::remove_pointer_t<decltype(t)>>(a, item); });
 }
 
 }  // namespace

@@ -64,7 +64,8 @@ bool pack(const Attention& a, bool backward, int64_t item) {
                 grad[r] = do_row(m);
             }
             for (int64_t d = 0; d < a.Dv; d++)
-                for (int64_t r = 0; r < some; r++) delta[r] += scalar_of(grad[r] + d) * scalar_of(out[r] + d);
+                for (int64_t r = 0; r < some; r++)
+                    delta[r] += widen_scalar(grad[r][d]) * widen_scalar(out[r][d]);
             for (int64_t r = 0; r < some; r++) {
                 const int64_t m = m0 + r;
                 const int64_t at = (b * a.Hq + hk * l.group + m / count) * a.Sq + q0 + m % count;
@@ -87,7 +88,7 @@ HASTEN_BF16_TARGET inline float softmax_row(const Row& row, float* s, int64_t n,
         std::memset(unit_row, 0, size_t(n / Unit::per_unit) * 4);
         return 1;
     }
-    const VI lane = lanes();
+    const VI lane = lane_numbers();
     const int64_t first = row.begin / W * W, last = round_up(row.end, W);
     auto hidden = [&](int64_t c, VF x) {
         const VI at = lane + int32_t(c);
@@ -148,9 +149,7 @@ inline void finish_row(const Attention& a, int64_t b, int64_t h, int64_t i, cons
     }
     *lse = total == 0 ? -INF : largest + std::log(total);
     const float scale = total == 0 ? 0.0f : share / total;
-    int64_t d = 0;
-    for (; d + W <= a.Dv; d += W) store_float(out + d, load(o + d) * scale);
-    if (d < a.Dv) store_part(out + d, load(o + d) * scale, int(a.Dv - d));
+    each_vector(a.Dv, [&](int64_t d, auto lanes) { put(out + d, load(o + d) * scale, lanes); });
 }
 
 // Writes a finished block, or its part of the keys for the merge.
@@ -234,14 +233,13 @@ void forward_few(const Attention& a, int64_t item, void* memory) {
     float* total = scratch.take<float>(M);
     float* wide = scratch.take<float>(std::max(l.d_pad, l.dv_pad));
 
-    auto widen = [](const T* row, int64_t n, int64_t pad, float* to) {
-        int64_t d = 0;
-        for (; d + W <= n; d += W) store(to + d, load_float(row + d));
-        if (d < pad) store(to + d, load_part(row + d, int(n - d)));
+    // The pad behind the row's end becomes zero.
+    auto widen = [](const T* row, int64_t n, float* to) {
+        each_vector(n, [&](int64_t d, auto lanes) { store(to + d, get(row + d, lanes)); });
     };
     for (int64_t m = 0; m < M; m++) {
         const int64_t h = block.hk * l.group + m / count, i = block.q0 + m % count;
-        widen((const T*)a.q + block.b * a.q_b + h * a.q_h + i * a.q_s, a.D, l.d_pad, q + m * l.d_pad);
+        widen((const T*)a.q + block.b * a.q_b + h * a.q_h + i * a.q_s, a.D, q + m * l.d_pad);
         largest[m] = -INF;
         total[m] = 0;
     }
@@ -249,7 +247,7 @@ void forward_few(const Attention& a, int64_t item, void* memory) {
     for (int64_t k0 = block.first_key / 64 * 64; k0 < block.last_key; k0 += a.cols) {
         const int64_t n = std::min(a.cols, round_up(block.last_key - k0, 32)), keys = std::min(n, a.Sk - k0);
         for (int64_t j = 0; j < keys; j++) {
-            widen(k + (k0 + j) * a.k_s, a.D, l.d_pad, wide);
+            widen(k + (k0 + j) * a.k_s, a.D, wide);
             for (int64_t m = 0; m < M; m++) {
                 VF sum_m{};
                 for (int64_t d = 0; d < l.d_pad; d += W)
@@ -271,7 +269,7 @@ void forward_few(const Attention& a, int64_t item, void* memory) {
             bool wanted = false;
             for (int64_t m = 0; m < M; m++) wanted = wanted || p[m * a.cols + j] != 0;
             if (!wanted) continue;
-            widen(v + (k0 + j) * a.v_s, a.Dv, l.dv_pad, wide);
+            widen(v + (k0 + j) * a.v_s, a.Dv, wide);
             for (int64_t m = 0; m < M; m++) {
                 const float share = p[m * a.cols + j];
                 if (share == 0) continue;
@@ -321,49 +319,23 @@ AttentionSizes sizes(const Attention& a, bool backward) {
 }
 
 bool pack_any(const Attention& a, bool backward, int64_t item) {
-    switch (a.type) {
-        case Type::bf16:
-            return pack<bf16>(a, backward, item);
-        case Type::f16:
-            return pack<f16>(a, backward, item);
-        default:
-            return pack<float>(a, backward, item);
-    }
+    return with_type(a.type,
+                     [&](auto* t) { return pack<std::remove_pointer_t<decltype(t)>>(a, backward, item); });
 }
 
 void forward_any(const Attention& a, int64_t item, void* scratch) {
     if (!a.packed) {
-        switch (a.type) {
-            case Type::bf16:
-                return forward_few<bf16>(a, item, scratch);
-            case Type::f16:
-                return forward_few<f16>(a, item, scratch);
-            default:
-                return forward_few<float>(a, item, scratch);
-        }
+        return with_type(a.type,
+                         [&](auto* t) { forward_few<std::remove_pointer_t<decltype(t)>>(a, item, scratch); });
     }
 #if defined(__AVX512F__)
     if (a.bf16) return forward<bf16, PairBF16>(a, item, scratch);
 #endif
-    switch (a.type) {
-        case Type::bf16:
-            return forward<bf16, Float>(a, item, scratch);
-        case Type::f16:
-            return forward<f16, Float>(a, item, scratch);
-        default:
-            return forward<float, Float>(a, item, scratch);
-    }
+    with_type(a.type, [&](auto* t) { forward<std::remove_pointer_t<decltype(t)>, Float>(a, item, scratch); });
 }
 
 void merge_any(const Attention& a, int64_t item) {
-    switch (a.type) {
-        case Type::bf16:
-            return merge<bf16>(a, item);
-        case Type::f16:
-            return merge<f16>(a, item);
-        default:
-            return merge<float>(a, item);
-    }
+    with_type(a.type, [&](auto* t) { merge<std::remove_pointer_t<decltype(t)>>(a, item); });
 }
 
 }  // namespace

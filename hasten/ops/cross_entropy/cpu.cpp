@@ -5,15 +5,12 @@
 // known.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
-#include "../_cpu/kernels.h"
-#include "../_cpu/vec.h"
+#include "../_cpu/rows.h"
 
 namespace hasten {
 namespace {
 
-constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK = 2048;
 
 // softcap(scale * z) and its derivative without the factor scale.
@@ -29,20 +26,6 @@ struct Logit {
         }
     }
 };
-
-inline float scalar(float x) {
-    return x;
-}
-template <class T>
-inline float scalar(T x) {
-    return widen_scalar(x);
-}
-
-inline VI lanes() {
-    VI v;
-    for (int i = 0; i < W; i++) v[i] = i;
-    return v;
-}
 
 // What a row's first reading gives: log-sum-exp is largest + log(total).
 struct Sums {
@@ -64,7 +47,7 @@ Sums read_row(const CrossEntropy& a, const T* z, float* terms, float* shifts) {
             plain = plain + s;
         }
         if (rest) {
-            const VI inside = lanes() < splat_int(int32_t(rest));
+            const VI inside = lane_numbers() < splat_int(int32_t(rest));
             VF s = Logit<Capped>(a, load_part(z + c0 + whole, int(rest))).value;
             plain = plain + (inside ? s : VF{});
             s = inside ? s : splat(-INF);
@@ -99,11 +82,9 @@ void write_columns(const CrossEntropy& a, T* z, const float* terms, float factor
         if (Capped) g = g * Logit<true>(a, from).slope;
         return g;
     };
-    const int64_t whole = n / W * W;
-    for (int64_t c = 0; c < whole; c += W)
-        store_float(z + c, gradient(terms + c, Capped ? load_float(z + c) : VF{}));
-    if (const int rest = int(n - whole))
-        store_part(z + whole, gradient(terms + whole, load_part(z + whole, rest)), rest);
+    each_vector(n, [&](int64_t c, auto lanes) {
+        put(z + c, gradient(terms + c, Capped ? get(z + c, lanes) : VF{}), lanes);
+    });
 }
 
 template <class T, bool Capped>
@@ -114,7 +95,7 @@ void one_row(const CrossEntropy& a, int64_t r, float* scratch) {
     const float w = a.w[r];
     const Sums sums = read_row<T, Capped>(a, z, terms, shifts);
     const T label_z = z[label];
-    const float target = Logit<Capped>(a, splat(scalar(label_z))).value[0];
+    const float target = Logit<Capped>(a, splat(widen_scalar(label_z))).value[0];
     const double lse = double(sums.largest) + std::log(sums.total), s = a.label_smoothing;
     double loss = lse - double(target);
     if (s != 0) loss = (1 - s) * loss + s * (lse - sums.plain / double(a.V));
@@ -149,25 +130,17 @@ void columns(const CrossEntropy& a, int64_t item) {
     float total[BLOCK] = {};
     for (int64_t r = 0; r < a.rows; r++) {
         const T* z = (const T*)a.z + r * a.V + first;
-        int64_t c = 0;
-        for (; c + W <= n; c += W) store(total + c, load(total + c) + load_float(z + c));
-        if (c < n)
-            store_part(total + c, load_part(total + c, int(n - c)) + load_part(z + c, int(n - c)),
-                       int(n - c));
+        each_vector(n, [&](int64_t c, auto lanes) { store(total + c, load(total + c) + get(z + c, lanes)); });
     }
     for (int64_t c = 0; c < n; c++) a.dbias[first + c] += total[c];
 }
 
 void cross_entropy(const CrossEntropy& a, int64_t item, float* scratch) {
-    if (a.type == Type::f32) return rows<float>(a, item, scratch);
-    if (a.type == Type::bf16) return rows<bf16>(a, item, scratch);
-    rows<f16>(a, item, scratch);
+    with_type(a.type, [&](auto* t) { rows<std::remove_pointer_t<decltype(t)>>(a, item, scratch); });
 }
 
 void cross_entropy_bias(const CrossEntropy& a, int64_t item) {
-    if (a.type == Type::f32) return columns<float>(a, item);
-    if (a.type == Type::bf16) return columns<bf16>(a, item);
-    columns<f16>(a, item);
+    with_type(a.type, [&](auto* t) { columns<std::remove_pointer_t<decltype(t)>>(a, item); });
 }
 
 }  // namespace

@@ -1,8 +1,7 @@
 // The gradient of an embedding's table: each item writes its rows of the table once, zeros included.
 #include <algorithm>
 
-#include "../_cpu/kernels.h"
-#include "../_cpu/vec.h"
+#include "../_cpu/rows.h"
 
 namespace hasten {
 namespace {
@@ -13,17 +12,14 @@ constexpr int64_t BLOCK = 1024;
 template <class G, class T>
 void one_block(const EmbeddingGradient& a, int64_t row, int64_t at, int64_t end, int64_t c0, int64_t n) {
     float sums[BLOCK] = {};
-    const int64_t whole = n / W * W;
-    const int rest = int(n - whole);
     for (; at < end; at++) {
         const G* from = (const G*)a.grad + a.places[at] * a.H + c0;
-        for (int64_t c = 0; c < whole; c += W)
-            store(sums + c, load(sums + c) + load_float(from + c) * a.scale);
-        if (rest) store(sums + whole, load(sums + whole) + load_part(from + whole, rest) * a.scale);
+        each_vector(n, [&](int64_t c, auto lanes) {
+            store(sums + c, load(sums + c) + get(from + c, lanes) * a.scale);
+        });
     }
     T* to = (T*)a.dweight + row * a.H + c0;
-    for (int64_t c = 0; c < whole; c += W) store_float(to + c, load(sums + c));
-    if (rest) store_part(to + whole, load(sums + whole), rest);
+    each_vector(n, [&](int64_t c, auto lanes) { put(to + c, load(sums + c), lanes); });
 }
 
 template <class G, class T>
@@ -50,17 +46,12 @@ void table_rows(const EmbeddingGradient& a, int64_t item) {
     }
 }
 
-template <class G>
-void rows_from(const EmbeddingGradient& a, int64_t item) {
-    if (a.type == Type::f32) return table_rows<G, float>(a, item);
-    if (a.type == Type::bf16) return table_rows<G, bf16>(a, item);
-    table_rows<G, f16>(a, item);
-}
-
 void embedding_backward(const EmbeddingGradient& a, int64_t item) {
-    if (a.grad_type == Type::f32) return rows_from<float>(a, item);
-    if (a.grad_type == Type::bf16) return rows_from<bf16>(a, item);
-    rows_from<f16>(a, item);
+    with_type(a.grad_type, [&](auto* g) {
+        with_type(a.type, [&](auto* t) {
+            table_rows<std::remove_pointer_t<decltype(g)>, std::remove_pointer_t<decltype(t)>>(a, item);
+        });
+    });
 }
 
 }  // namespace
