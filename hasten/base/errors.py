@@ -56,3 +56,9 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     hint = f"; did you mean {close[0]!r}?" if close else ""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"allowed: {', '.join(names[:_MAX_NAMES]) or '(none)'}{more}{hint}"
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the beginning of what it says, which may be nothing."""
+    said = next(iter(str(error).splitlines()), "")[:200]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

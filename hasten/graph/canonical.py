@@ -29,7 +29,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hasten.base.errors import CaptureError
+from hasten.base.errors import CaptureError, first_line
 from hasten.graph.canonical_steps import STEPS
 from hasten.graph.nodes import (
     annotate,
@@ -61,9 +61,7 @@ def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
             module = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
     except Exception as error:
         # Tracing runs the user's code on fake tensors: whatever it raises means the same thing here.
-        raise CaptureError(
-            f"cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        ) from error
+        raise CaptureError(f"cannot be traced: {first_line(error)}") from error
     _refuse_hidden_inputs(module.graph)
     _annotate_all(module.graph)
     return module

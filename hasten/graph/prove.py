@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hasten.base.errors import ShapeError
+from hasten.base.errors import ShapeError, first_line
 from hasten.graph.records import GraphRecord, Proof
 
 Callee = Callable[..., Sequence[Any]]
@@ -107,8 +107,7 @@ def prove(original: Callee, rewritten: Callee, args: Sequence[Any], autocast: to
         ours = _run(rewritten, _leaves(args, None), seeds)
     except Exception as error:
         # Nothing is hidden: the original runs next, and raises whatever is the caller's own mistake.
-        reason = f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Proof(False, float("nan"), None, float("nan"), reason)
+        return Proof(False, float("nan"), None, float("nan"), f"it raised {first_line(error)}")
     theirs = _run(original, _leaves(args, None), seeds)
     with _autocast(None):
         try:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hasten.base.cache import cache_folder
-from hasten.base.errors import InputError, nearest
+from hasten.base.errors import InputError, first_line, nearest
 from hasten.models.bars import late_bars
 from hasten.models.gguf_open import open_gguf
 from hasten.models.presets import PRESETS, fetch
@@ -66,7 +66,7 @@ def _open(path_or_id: str | Path, dtype: torch.dtype, cache_dir: str | Path | No
     except InputError as error:
         raise InputError(
             f"{name!r} is no file, no folder and no preset ({nearest(name, PRESETS)}), "
-            f"and the Hugging Face hub did not give it: {str(error.__cause__).splitlines()[0]}"
+            f"and the Hugging Face hub did not give it: {first_line(error.__cause__ or error)}"
         ) from error
 
 

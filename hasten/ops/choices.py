@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import hasten
 from hasten.base.cache import cache_folder
+from hasten.base.errors import first_line
 from hasten.base.facts import detect
 from hasten.base.files import make_folder, write_atomically
 from hasten.ops import native
@@ -134,7 +135,7 @@ def in_force() -> Table:
     except FileNotFoundError:
         return Table()
     except (OSError, ValidationError) as error:
-        return Table(source=f"{file} cannot be read, the kernels run: {str(error).splitlines()[0]}")
+        return Table(source=f"{file} cannot be read, the kernels run: {first_line(error)}")
     if table.key != key():
         return Table(source=f"{file} is of another machine or build, the kernels run")
     return table.model_copy(update={"source": str(file)})

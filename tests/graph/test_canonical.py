@@ -235,3 +235,11 @@ def test_a_tensor_read_past_autograd_is_no_constant() -> None:
 def test_code_that_cannot_be_traced_says_why() -> None:
     with FakeTensorMode() as mode, pytest.raises(CaptureError, match="cannot be traced"):
         trace(lambda x: x if x.sum().item() > 0 else -x, [mode.from_tensor(X)])
+
+
+def test_an_error_without_words_is_named() -> None:
+    def silent(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    with FakeTensorMode() as mode, pytest.raises(CaptureError, match=r"traced: NotImplementedError$"):
+        trace(silent, [mode.from_tensor(X)])
