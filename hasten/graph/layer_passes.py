@@ -345,7 +345,9 @@ def fold_constants(graph: fx.Graph, autocast: torch.dtype | None) -> Applied:
     mutated = mutated_nodes(graph)
     for node in graph.nodes:
         if node.op == "get_attr":
-            constant[node] = True
+            # A weight that the code holds by itself is no constant: it is trained.
+            held = _evaluate(node)
+            constant[node] = isinstance(held, torch.Tensor) and not held.requires_grad
         elif node.op == "call_function":
             inputs = node.all_input_nodes
             symbolic = any(isinstance(d, torch.SymInt) for d in getattr(value(node), "shape", ()))
