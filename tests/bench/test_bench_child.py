@@ -30,6 +30,7 @@ try:
     with StopSignals(Screen(enabled=False)), child(command, sys.stderr, os.environ) as c:
         print(c.stdout.readline(), flush=True)
         if sys.argv[2] == "exception":
+            sys.stdin.readline()
             raise ValueError("a fault of the parent")
         c.stdout.readline()
 except Interrupted as stopped:
@@ -40,19 +41,16 @@ ENDS = {"exception": 1, "SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9, "SIGHUP": 
 
 @pytest.mark.parametrize("cause", ENDS)
 def test_the_child_and_what_it_started_end_with_the_parent(cause: str):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD, cause],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert parent.stdout is not None
-    line = parent.stdout.readline()
-    processes = [psutil.Process(pid) for pid in json.loads(line)]
-    assert all(process.is_running() for process in processes)
-    if cause != "exception":
-        parent.send_signal(signal.Signals[cause])
-    _, said = parent.communicate(timeout=20)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", PARENT, CHILD, cause]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        line = parent.stdout.readline()
+        processes = [psutil.Process(pid) for pid in json.loads(line)]
+        assert all(process.is_running() for process in processes)
+        if cause != "exception":
+            parent.send_signal(signal.Signals[cause])
+        _, said = parent.communicate("go on\n", timeout=20)
     assert parent.returncode == ENDS[cause], said
     # The child of a parent that was killed is nobody's to wait for: it may be a zombie until init takes it.
     _, alive = psutil.wait_procs(processes, timeout=10)
