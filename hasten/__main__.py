@@ -107,8 +107,8 @@ def _doctor(
 
     Examples: [bold]hasten doctor[/bold], [bold]hasten doctor smollm2-135m[/bold]
     """
+    from hasten.base.screen import Screen
     from hasten.doctor import collect, render
-    from hasten.train.screen import Screen
 
     screen = Screen(enabled=not json)
     if tune:

@@ -17,8 +17,8 @@ import typer
 from hasten.bench.contenders import CONTENDERS, DEFAULT, parse
 
 if TYPE_CHECKING:
+    from hasten.base.screen import Screen
     from hasten.bench.report import BenchReport, Interruption
-    from hasten.train.screen import Screen
 
 bench = typer.Typer(
     name="bench",
@@ -145,7 +145,7 @@ def ops(
 @contextmanager
 def _measuring() -> Iterator[Screen]:
     """Ctrl-C and SIGTERM end what runs, its processes included; before any result with one message."""
-    from hasten.train.screen import Screen
+    from hasten.base.screen import Screen
     from hasten.train.stop import Interrupted, StopSignals
 
     screen = Screen()

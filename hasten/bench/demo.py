@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hasten.base.screen import Screen
 from hasten.bench import report
 from hasten.bench.train import Settings, bench_train
-from hasten.train.screen import Screen
 
 MODEL = "smollm2-135m"
 BATCH = "2x512"

@@ -6,14 +6,12 @@ of 100 % means "as fast as the library's bare matrix product".
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from hasten.bench.report import Limits
+from hasten.ops.limits import READ_BYTES, median_time, read_bytes_per_s
 
 GEMM_SHAPES = (
     (1024, 1024, 1024),
@@ -21,10 +19,6 @@ GEMM_SHAPES = (
     (1024, 1024, 8192),
 )
 """(M, K, N): square and tall ones, because no library is at its best in all of them."""
-
-REPEATS = 3
-READ_BYTES = 1 << 29
-"""Several times the last-level cache of any processor of today."""
 
 
 def measure(
@@ -54,7 +48,7 @@ def measure(
     return Limits(
         gemm_flops_per_s=max(rates.values()),
         gemm_flops_per_s_by_dtype=rates,
-        read_bytes_per_s=_read_rate(min(read_bytes, psutil.virtual_memory().available // 8)),
+        read_bytes_per_s=read_bytes_per_s(read_bytes),
         threads=torch.get_num_threads(),
     )
 
@@ -71,23 +65,6 @@ def _gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
     b = torch.randn(n, k, dtype=dtype).t()
     out = torch.empty(m, n, dtype=dtype)
     return 2.0 * m * k * n / median_time(lambda: torch.mm(a, b, out=out))
-
-
-def _read_rate(size_bytes: int) -> float:
-    # 1-D sums of fp32 run on all threads and are limited by memory alone at this size.
-    buffer = torch.ones(size_bytes // 4, dtype=torch.float32)
-    return buffer.numel() * 4 / median_time(lambda: buffer.sum())
-
-
-def median_time(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of `repeats` calls after one that is not counted."""
-    call()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def _name(dtype: torch.dtype) -> str:

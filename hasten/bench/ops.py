@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 from hasten.base.errors import ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.files import write_atomically
+from hasten.base.screen import Screen
 from hasten.bench import train
 from hasten.bench.report import Interruption, Limits
 from hasten.ops import native
 from hasten.ops.cases import Case, all_cases, check_backward, check_forward
-from hasten.train.screen import Screen
 from hasten.train.stop import Interrupted
 from hasten.train.tuning import tune_once
 

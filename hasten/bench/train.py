@@ -17,12 +17,12 @@ import hasten
 from hasten.base.config import make_config
 from hasten.base.errors import ConfigError, HastenError
 from hasten.base.facts import Facts, detect
+from hasten.base.screen import Bar, Screen
 from hasten.bench import compare, limits, report
 from hasten.bench.child import child
 from hasten.bench.contenders import CONTENDERS, DEFAULT, EVENT, Spec
 from hasten.bench.tasks import check_task
 from hasten.bench.workload import is_masked, make_blocks, parse_batch, save_blocks
-from hasten.train.screen import Bar, Screen
 from hasten.train.stop import Interrupted
 from hasten.train.tuning import tune_once
 

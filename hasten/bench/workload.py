@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from hasten.base.errors import ConfigError, InputError, nearest
+from hasten.base.screen import Screen
 from hasten.bench.report import ModelSize
 from hasten.bench.tasks import mask_tokens
 from hasten.train.config import DataSection
 from hasten.train.data import IGNORE, Order, Rows, TokenStream, load_tokens
-from hasten.train.screen import Screen
 from hasten.train.text import documents, find_source
 
 TINY, RANDOM, BERT_LARGE = "tiny:", "random:", "bert-large-random"

@@ -10,10 +10,10 @@ from typing import Any
 
 from hasten.base.config import make_config
 from hasten.base.facts import ISA_LEVELS, detect
+from hasten.base.screen import Screen
 from hasten.doctor.machine import machine, optimisations, settings, versions
 from hasten.doctor.model import examine, explain
 from hasten.doctor.show import render
-from hasten.train.screen import Screen
 
 __all__ = ["collect", "explain", "render"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hasten.base.errors import InputError
 from hasten.base.facts import Facts
+from hasten.base.screen import Screen
 from hasten.ops import native
-from hasten.train.screen import Screen
 
 _PROBE_TOKENS = 64
 _PROBE_STEPS = 3

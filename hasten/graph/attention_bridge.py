@@ -9,18 +9,22 @@ stays dense. Registering adds a name to the registries and changes no other mode
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hasten.base.errors import CaptureError
 from hasten.graph.blocks import repeated_blocks
 from hasten.graph.bypass import recorded, transforming
-from hasten.ops.attention import ranges_from_mask
+from hasten.ops.attention import ranges_from_mask, window_ranges
 
 NAME = "hasten"
 _WEIGHTS = {"attentions", "cross_attentions", "encoder_attentions", "decoder_attentions"}
@@ -32,6 +36,7 @@ _MASK_WORK = re.compile(
 )
 _MASK_SUM = re.compile(r"[+*]\s*attention_mask\b")
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_NAMED_ROWS: ContextVar[torch.Tensor | None] = ContextVar("hasten_named_rows", default=None)
 # Query rows of a dense mask that are looked at together: bounds the memory for long sequences.
 _MASK_ROWS = 1024
 
@@ -75,7 +80,11 @@ def attention_forward(
         visible = bias if bias is not None else None if ranges is None else _visible(ranges, key.shape[2])
         bias, ranges = _add_mask(position_bias, visible), None
     compiling = torch.compiler.is_compiling()
-    in_steps = not compiling and (transforming() or not recorded().isdisjoint(_WEIGHTS))
+    in_steps = (
+        not compiling
+        and _NAMED_ROWS.get() is None
+        and (transforming() or not recorded().isdisjoint(_WEIGHTS))
+    )
     if dropout > 0.0 or in_steps:
         visible = bias if ranges is None else _visible(ranges, key.shape[2])
         run = _written_out if in_steps or softcap or s_aux is not None else _torch_attention
@@ -152,6 +161,9 @@ def mask_forward(
     """
     from transformers import masking_utils
 
+    named = _NAMED_ROWS.get()
+    if named is not None:
+        return window_ranges(named, _window_of(mask_function or masking_utils.causal_mask_function))
     if attention_mask is not None and attention_mask.dim() == 3:
         # Generation with a static cache makes the mask before the forward pass and hands it in.
         return attention_mask
@@ -213,6 +225,45 @@ def _simple_ranges(
     else:
         return None
     return ranges
+
+
+@contextlib.contextmanager
+def masks_by_name(rows: torch.Tensor) -> Iterator[None]:
+    """Inside, masks are not built: a causal one is a `window_ranges` of `rows` [B, S], any other an error."""
+    token = _NAMED_ROWS.set(rows)
+    try:
+        yield
+    finally:
+        _NAMED_ROWS.reset(token)
+
+
+def _window_of(function: Any) -> int:
+    """The window of a causal mask function, 0 if it has none, found by asking it.
+
+    Raises:
+        CaptureError: the mask is not causal with at most a window.
+    """
+
+    def first_seen(q: int) -> int:
+        keys = torch.arange(q + 2)
+        seen = function(torch.tensor(0), torch.tensor(0), torch.tensor(q), keys)
+        seen = torch.as_tensor(seen).expand(q + 2)
+        count = int(seen.sum())
+        if bool(seen[-1]) or not bool(seen[q + 1 - count : q + 1].all()):
+            raise CaptureError("a mask that is not causal with one window")
+        return q + 1 - count
+
+    with _disable_current_modes():
+        probes = {q: first_seen(q) for q in (0, 1, 5, 1000, 1 << 18)}
+        cut = {q + 1 - first for q, first in probes.items() if first > 0}
+        if not cut:
+            return 0
+        window = cut.pop()
+        # A window is the same everywhere; a mask by chunks is not.
+        spread = {q: first_seen(q) for q in (window - 1, window, window + window // 2, 2 * window + 1)}
+    if cut or any(first != max(0, q + 1 - window) for q, first in (probes | spread).items()):
+        raise CaptureError("a mask by chunks, or one whose window changes with the position")
+    return window
 
 
 class AttentionDoor:

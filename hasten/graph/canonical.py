@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -48,8 +48,10 @@ from hasten.graph.nodes import (
 )
 
 
-def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
+def trace(function: Any, examples: list[Any], known: Collection[int] = ()) -> fx.GraphModule:
     """An ATen graph of `function` on fake `examples` (fake tensors, symbolic ints or plain values).
+
+    known: ids of fake tensors that the function holds itself, as a model without values holds its weights.
 
     Raises:
         CaptureError: if the function cannot be traced, or reads the memory of a tensor past autograd.
@@ -62,15 +64,16 @@ def trace(function: Any, examples: list[Any]) -> fx.GraphModule:
     except Exception as error:
         # Tracing runs the user's code on fake tensors: whatever it raises means the same thing here.
         raise CaptureError(f"cannot be traced: {first_line(error)}") from error
-    _refuse_hidden_inputs(module.graph)
+    _refuse_hidden_inputs(module.graph, known)
     _annotate_all(module.graph)
     return module
 
 
-def _refuse_hidden_inputs(graph: fx.Graph) -> None:
+def _refuse_hidden_inputs(graph: fx.Graph, known: Collection[int]) -> None:
     """`x.data` reaches the tracer as a constant without values: the graph would not depend on x any more."""
     for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(_attribute(node), FakeTensor):
+        held = _attribute(node) if node.op == "get_attr" else None
+        if isinstance(held, FakeTensor) and id(held) not in known:
             raise CaptureError("cannot be traced: reads the .data of a tensor, which no graph can follow")
 
 

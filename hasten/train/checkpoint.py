@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hasten.base.errors import CheckpointError, InputError, UserError
 from hasten.base.files import sha256_of, sync_folder, write_atomically
-from hasten.train.screen import Screen, spell_bytes
+from hasten.base.screen import Screen, spell_bytes
 
 FORMAT_VERSION = 1
 NAME = re.compile(r"step-(\d{8,})")

@@ -26,8 +26,8 @@ import torch
 
 from hasten.base.cache import cache_folder
 from hasten.base.errors import HastenError, InputError
+from hasten.base.screen import Screen
 from hasten.train.config import DataSection
-from hasten.train.screen import Screen
 from hasten.train.text import Document, Source, documents, find_source
 
 IGNORE = -100

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from hasten.base.files import write_atomically
-from hasten.train.screen import Screen
+from hasten.base.screen import Screen
 
 METRICS_FILE = "metrics.jsonl"
 # TensorBoard writes from a thread of its own, where a full disk cannot be caught: stop before that.

@@ -12,11 +12,11 @@ from torch import nn
 
 import hasten
 from hasten.base.errors import ConfigError, InputError, nearest
+from hasten.base.screen import Screen
 from hasten.train.config import LoraSection, RunConfig
 from hasten.train.data import Rows, TokenStream
 from hasten.train.packing import check_causal, check_packing
 from hasten.train.result import replace_folder, save_model
-from hasten.train.screen import Screen
 
 
 def check_model(config: RunConfig, model: nn.Module, tokenizer: Any) -> int:

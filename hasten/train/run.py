@@ -14,6 +14,7 @@ from hasten.base.config import make_config
 from hasten.base.errors import CheckpointError, ConfigError, HastenError
 from hasten.base.facts import detect
 from hasten.base.files import locked, make_folder
+from hasten.base.screen import Screen, spell_bytes
 from hasten.models import open_model
 from hasten.train import checkpoint as checkpoints
 from hasten.train import state
@@ -24,7 +25,6 @@ from hasten.train.metrics import METRICS_FILE, Metrics, peak_rss_bytes, rss_byte
 from hasten.train.optimizer import Stepper
 from hasten.train.prepare import adapt, check_model, optimized, rows_of, write_result
 from hasten.train.result import Result
-from hasten.train.screen import Screen, spell_bytes
 from hasten.train.stop import Interrupted, StopSignals
 from hasten.train.text import find_source
 from hasten.train.tuning import tune_once

@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from hasten.train.screen import Screen
+from hasten.base.screen import Screen
 
 
 class Interrupted(KeyboardInterrupt):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hasten.base.errors import InputError
+from hasten.base.screen import Screen
 from hasten.ops import choices, native, tune
-from hasten.train.screen import Screen
 
 
 def tune_once(screen: Screen) -> None:

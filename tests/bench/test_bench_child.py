@@ -23,7 +23,7 @@ time.sleep(100)
 PARENT = """
 import os, signal, sys
 from hasten.bench.child import child
-from hasten.train.screen import Screen
+from hasten.base.screen import Screen
 from hasten.train.stop import Interrupted, StopSignals
 try:
     command = [sys.executable, "-c", sys.argv[1]]

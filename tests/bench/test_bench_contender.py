@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hasten.base.errors import HastenError
+from hasten.base.screen import Screen
 from hasten.bench import contender, workload
 from hasten.bench.contenders import Spec
 from hasten.bench.train import ContenderError, run_contender
 from hasten.models import open_model
-from hasten.train.screen import Screen
 
 QUIET = Screen(enabled=False)
 

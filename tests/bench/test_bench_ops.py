@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from hasten.base.errors import ConfigError
+from hasten.base.screen import Screen
 from hasten.bench import ops
 from hasten.bench.command import bench
 from hasten.bench.report import Limits
 from hasten.ops import native
 from hasten.ops.cases import Case
-from hasten.train.screen import Screen
 
 LIMITS = Limits(
     gemm_flops_per_s=1e11, gemm_flops_per_s_by_dtype={"float32": 1e11}, read_bytes_per_s=1e10, threads=1

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hasten.base.errors import ConfigError
+from hasten.base.screen import Screen
 from hasten.bench import compare, contender, tasks, train, workload
 from hasten.bench.contenders import Spec
 from hasten.bench.report import ModelSize
-from hasten.train.screen import Screen
 
 
 def test_masking_keeps_the_ids_and_predicts_a_seventh_of_them() -> None:

@@ -15,11 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from hasten.base.errors import ConfigError, HastenError
+from hasten.base.screen import Screen
 from hasten.bench import command, report, train
 from hasten.bench.command import bench
 from hasten.bench.contenders import Spec
 from hasten.bench.demo import demo
-from hasten.train.screen import Screen
 
 pytestmark = pytest.mark.e2e
 

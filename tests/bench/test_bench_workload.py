@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hasten.base.errors import ConfigError, InputError
+from hasten.base.screen import Screen
 from hasten.bench import workload
-from hasten.train.screen import Screen
 
 QUIET = Screen(enabled=False)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hasten.base.screen import Screen
 from hasten.ops import choices, native, tune
 from hasten.ops.attention import attention
 from hasten.ops.cases import Case, all_cases
 from hasten.ops.choices import Row, Table
 from hasten.train import tuning
-from hasten.train.screen import Screen
 
 needs_kernels = pytest.mark.skipif(native.state().level is None, reason=native.state().reason)
 

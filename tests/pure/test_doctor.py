@@ -15,11 +15,11 @@ from rich.console import Console
 
 from hasten.base.errors import ConfigError, InputError
 from hasten.base.facts import ISA_LEVELS, detect
+from hasten.base.screen import Screen
 from hasten.doctor import collect, explain, render
 from hasten.doctor import model as probing
 from hasten.models import tiny_model
 from hasten.ops import buffers, native
-from hasten.train.screen import Screen
 
 
 def printed(found: dict[str, Any]) -> str:
@@ -191,7 +191,7 @@ def test_a_model_is_examined(capfd: pytest.CaptureFixture[str]) -> None:
 def test_progress_names_every_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hasten.train.screen.PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hasten.base.screen.PLAIN_INTERVAL_S", 0.0)
     collect("tiny:gpt2", Screen())
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("%")[1].split("  ")[1] for line in lines] == list(probing._STAGES)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hasten.base.errors import CheckpointError, InputError
+from hasten.base.screen import Screen
 from hasten.train import checkpoint as checkpoints
-from hasten.train.screen import Screen
 
 QUIET = Screen(enabled=False)
 

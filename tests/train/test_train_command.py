@@ -17,10 +17,10 @@ import typer
 from typer.testing import CliRunner
 
 import hasten.train.run
+from hasten.base.screen import Screen
 from hasten.train.checkpoint import verify
 from hasten.train.command import train
 from hasten.train.loop import Loop
-from hasten.train.screen import Screen
 from hasten.train.stop import Interrupted, StopSignals
 
 APP = typer.Typer()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.base.errors import InputError
+from hasten.base.screen import Screen
 from hasten.train.config import DataSection
 from hasten.train.data import (
     IGNORE,
@@ -23,7 +24,6 @@ from hasten.train.data import (
     permutation,
     shifted_labels,
 )
-from hasten.train.screen import Screen
 from hasten.train.text import documents, find_source
 
 END = 256

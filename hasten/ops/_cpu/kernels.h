@@ -86,6 +86,9 @@ struct EmbeddingGradient {
 struct Norm;
 struct Rotary;
 struct Activation;
+struct Program;
+struct Step;
+struct Instruction;
 
 struct Kernels {
     const char* level;
@@ -131,6 +134,17 @@ struct Kernels {
     void (*activation_backward)(const Activation&, int64_t item);
     void (*gated_activation)(const Activation&, int64_t item);
     void (*gated_activation_backward)(const Activation&, int64_t item);
+
+    // Instructions of a decoder: how many units of work one is, the scratch that a thread needs, and a run of
+    // units. Those of attention are apart.
+    int64_t (*program_units)(const Program&, const Step&, const Instruction&);
+    int64_t (*program_scratch)(const Program&, const Step&, const Instruction&);
+    void (*program_run)(const Program&, const Step&, const Instruction&, int64_t first, int64_t count,
+                        void* scratch);
+    int64_t (*program_attention_units)(const Program&, const Step&, const Instruction&);
+    int64_t (*program_attention_scratch)(const Program&, const Step&, const Instruction&);
+    void (*program_attention_run)(const Program&, const Step&, const Instruction&, int64_t first, int64_t count,
+                                  void* scratch);
 };
 
 // Each operator's files put their functions into the table.
@@ -145,5 +159,7 @@ void norm_backward_kernels(Kernels& table);
 void rotary_kernels(Kernels& table);
 void activation_kernels(Kernels& table);
 void gated_activation_kernels(Kernels& table);
+void program_rows_kernels(Kernels& table);
+void program_attention_kernels(Kernels& table);
 
 }  // namespace hasten

@@ -12,9 +12,10 @@ from torch import Tensor
 from hasten.base.errors import ShapeError
 from hasten.ops.attention import blocked, cpu, flash
 from hasten.ops.attention.plan import ranges_from_mask
+from hasten.ops.attention.window import window_ranges
 from hasten.ops.registry import cast, operator
 
-__all__ = ["attention", "ranges_from_mask"]
+__all__ = ["attention", "ranges_from_mask", "window_ranges"]
 
 _ARGUMENTS = (
     "Tensor? ranges=None, Tensor? bias=None, Tensor? sinks=None, Tensor? alibi=None, float? scale=None, "

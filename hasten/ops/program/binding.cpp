@@ -1,0 +1,178 @@
+// Runs a program: one parallel region for a step, with a barrier where instructions need one.
+#include <ATen/core/Tensor.h>
+#include <omp.h>
+#include <torch/library.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <thread>
+#include <vector>
+
+#include "../_cpu/binding.h"
+#include "../panels/cpu.h"
+#include "cpu.h"
+
+namespace hasten {
+namespace {
+
+static_assert(sizeof(Operand) == 5 * 8 && sizeof(Instruction) == 45 * 8);
+
+// Threads meet here often, for less than a microsecond each time: they spin, and yield where one is late.
+class Barrier {
+  public:
+    explicit Barrier(int threads) : threads_(threads) {}
+    void wait() {
+        const int phase = phase_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+            if (spins > 20000) std::this_thread::yield();
+#if defined(__x86_64__)
+            _mm_pause();
+#endif
+        }
+    }
+
+  private:
+    const int threads_;
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> phase_{0};
+};
+
+bool is_attention(Op op) {
+    return op == Op::store || op == Op::attend || op == Op::merge;
+}
+
+// What a thread needs beside the arena; kept between steps, since a step takes a millisecond.
+char* scratch_of_thread(int64_t bytes) {
+    thread_local std::vector<char> memory;
+    if (int64_t(memory.size()) < bytes + 64) memory.resize(bytes + 64);
+    return (char*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+}
+
+const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
+    TORCH_CHECK(t.scalar_type() == at::kInt && t.is_contiguous() && t.numel() >= least, "program_run: ", name,
+                " must be contiguous int32 with at least ", least, " values; got ", t.scalar_type(), " ",
+                t.sizes());
+    return t.const_data_ptr<int32_t>();
+}
+
+// instructions [n, 45], matrices and layers: the structures of cpu.h as words of 64 bits, linked by
+// serve/link.py, which keeps alive what they point to. sizes: bf16_cache, few, tile_tokens.
+void program_run(const at::Tensor& instructions, const at::Tensor& matrices, const at::Tensor& layers,
+                 const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
+                 const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
+                 const at::Tensor& wanted, int64_t rows, int64_t sequences, int64_t wanted_rows) {
+    TORCH_CHECK(rows > 0 && sequences > 0 && sizes.size() == 3, "program_run: an empty step");
+    const Level& chosen = level();
+    const Kernels& k = *chosen.kernels;
+    Program p{};
+    p.kernels = chosen.kernels;
+    p.instructions = (const Instruction*)instructions.const_data_ptr();
+    p.count = instructions.size(0);
+    p.matrices = (const Matrix*)matrices.const_data_ptr();
+    p.layers = (const CacheLayer*)layers.const_data_ptr();
+    p.bf16_cache = sizes[0];
+    p.few = sizes[1];
+    p.bf16 = chosen.bf16;
+    p.vnni = chosen.vnni;
+    p.brgemm = usable_brgemm();
+    p.prepared = prepared.data_ptr();
+    Step s{};
+    s.rows = rows;
+    s.sequences = sequences;
+    s.wanted_rows = wanted_rows;
+    s.tokens = ints(tokens, rows, "tokens");
+    s.positions = ints(positions, rows, "positions");
+    s.starts = ints(starts, sequences + 1, "starts");
+    s.wanted = ints(wanted, wanted_rows, "wanted");
+    std::vector<const int32_t*> table(tables.size());
+    std::vector<int64_t> width(tables.size());
+    for (size_t g = 0; g < tables.size(); g++) {
+        table[g] = ints(tables[g], 0, "tables");
+        TORCH_CHECK(tables[g].dim() == 2 && tables[g].size(0) >= sequences, "program_run: tables [S, blocks]");
+        width[g] = tables[g].size(1);
+    }
+    s.tables = table.data();
+    s.table_width = width.data();
+    s.tile_tokens = rows == sequences ? 1 : sizes[2];
+    std::vector<int32_t> sequence_of(rows), tile_sequence, tile_first;
+    int64_t longest = 0;
+    for (int64_t q = 0; q < sequences; q++) {
+        for (int64_t r = s.starts[q]; r < s.starts[q + 1]; r++) {
+            sequence_of[r] = int32_t(q);
+            if ((r - s.starts[q]) % s.tile_tokens == 0) {
+                tile_sequence.push_back(int32_t(q));
+                tile_first.push_back(int32_t(r));
+            }
+            longest = std::max<int64_t>(longest, s.positions[r] + 1);
+        }
+    }
+    s.sequence_of = sequence_of.data();
+    s.tile_sequence = tile_sequence.data();
+    s.tile_first = tile_first.data();
+    s.tiles = int64_t(tile_sequence.size());
+
+    const int threads = at::get_num_threads();
+    int64_t scratch = 0, partial = 0;
+    s.parts = 1;
+    for (int64_t i = 0; i < p.count; i++)
+        if (p.instructions[i].op == Op::attend) {
+            // Few tiles: the keys of each are shared out, four blocks or more to a part.
+            const int64_t units = s.tiles * p.layers[p.instructions[i].i[0]].heads;
+            if (units < 4 * threads)
+                s.parts = std::max<int64_t>(
+                    s.parts, std::min<int64_t>((4 * threads + units - 1) / units, longest / (4 * BLOCK_TOKENS)));
+        }
+    for (int64_t i = 0; i < p.count; i++) {
+        const Instruction& in = p.instructions[i];
+        const bool attention = is_attention(in.op);
+        scratch = std::max(scratch, attention ? k.program_attention_scratch(p, s, in) : k.program_scratch(p, s, in));
+        if (in.op == Op::attend && s.parts > 1)
+            partial = std::max(partial, s.tiles * s.parts * s.tile_tokens * in.n0 * (p.layers[in.i[0]].dv_pad + 2));
+    }
+    std::vector<float> parts(partial);
+    p.partial = parts.data();
+    launches.fetch_add(1, std::memory_order_relaxed);
+
+    auto work = [&](int thread, int team, Barrier* barrier) {
+        char* memory = scratch_of_thread(scratch);
+        const bool few = rows <= p.few;
+        for (int64_t i = 0; i < p.count; i++) {
+            const Instruction& in = p.instructions[i];
+            if (barrier && (few ? in.barrier_few : in.barrier_many)) barrier->wait();
+            const bool attention = is_attention(in.op);
+            const int64_t units = attention ? k.program_attention_units(p, s, in) : k.program_units(p, s, in);
+            const int64_t first = units * thread / team, last = units * (thread + 1) / team;
+            if (first < last)
+                (attention ? k.program_attention_run : k.program_run)(p, s, in, first, last - first, memory);
+        }
+        if (p.brgemm) release_brgemm();
+    };
+    if (threads == 1) return work(0, 1, nullptr);
+    std::atomic<Barrier*> shared{nullptr};
+    // The size of the team is known inside alone: where the runtime gives fewer threads, fewer meet.
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        shared = new Barrier(omp_get_num_threads());
+        work(omp_get_thread_num(), omp_get_num_threads(), shared.load());
+    }
+    delete shared.load();
+}
+
+}  // namespace
+}  // namespace hasten
+
+TORCH_LIBRARY_FRAGMENT(hasten_cpu, m) {
+    m.def(
+        "program_run(Tensor instructions, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
+        "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, int rows, "
+        "int sequences, int wanted_rows) -> ()",
+        hasten::program_run);
+}

@@ -1,0 +1,81 @@
+// A decoder as a list of instructions over rows of floats, one row a token; see docs/design/003-serving.md.
+//
+// An instruction is cut into units of work (rows, panels of a matrix, or heads of a sequence); a thread takes a
+// run of neighbouring units. The caller puts barriers between instructions and calls `program_run` from every
+// thread of one parallel region.
+#pragma once
+
+#include "../_cpu/kernels.h"
+
+namespace hasten {
+
+constexpr int64_t BLOCK_TOKENS = 32;
+
+// In the order of `OPCODES` in __init__.py.
+enum class Op : int64_t {
+    embed,   // dst = row `token` of the matrix * f[0]
+    norm,    // dst = norm(a [n0, n1]) * (b + f[1]) [+ c]; i[0]: 0 RMS, 1 layer; f[0] = eps
+    prepare, // rows of a made ready for the products with the matrix
+    linear,  // dst = f[0] * kind(a W^T + bias) [* (a Up^T + bias)] [+ c]; i[0] = kind, -1 none
+    rotary,  // dst [n0, n1] = a with its first i[0] dims turned by b = cos, c = sin; i[1]: interleaved
+    store,   // a [n0, n1] and b [n0, i[1]] become the key and the value of the row in cache layer i[0]
+    attend,  // dst [n0, i[1]] = attention of a [n0, n1] over cache layer i[0]; see attention.h
+    merge,   // joins what `attend` left in parts; the same fields
+    binary,  // dst [n0, n1] = a (i[0]) b: 0 add, 1 subtract, 2 multiply, 3 divide
+    unary,   // dst [n0, n1] = kind(a * f[0] + f[1]); i[0] = kind, -1 none
+    gated,   // dst [n0, n1] = kind(a) * b; i[0] = kind
+    select,  // row l of dst = row wanted[l] of a
+};
+
+// Element (row, i, j) lies at base + row * row_stride + i * s0 + j * s1; `by` says what counts as the row.
+struct Operand {
+    float* base;
+    int64_t row_stride, s0, s1;
+    int64_t by;  // 0: the row, 1: the row's position, 2: nothing, one vector for all rows
+};
+
+struct Instruction {
+    Op op;
+    int64_t barrier_few, barrier_many;  // whether one stands before it in a step of few rows, and of many
+    int64_t selected;                   // its rows are the wanted ones
+    int64_t n0, n1;
+    Operand dst, a, b, c, d;
+    int64_t matrix, up;  // -1: none
+    int64_t i[8];
+    double f[4];
+};
+
+// Where the keys and values of one layer lie: a block holds for each KV head K [D units, 32] and V
+// [32 / per_unit units, Dv padded], a unit being a pair of bf16 or one float.
+struct CacheLayer {
+    uint32_t* base;
+    int64_t block_units, heads, D, Dv, d_units, dv_pad, group;
+};
+
+struct Step {
+    int64_t rows, sequences, wanted_rows;
+    const int32_t *tokens, *positions, *starts, *wanted;
+    const int32_t* const* tables;  // of each group: [sequences, table_width[group]]
+    const int64_t* table_width;
+    const int32_t* sequence_of;  // of each row
+    // Attention: tiles of query tokens, the sequence of each; parts of a sequence's keys.
+    const int32_t *tile_sequence, *tile_first;
+    int64_t tiles, tile_tokens, parts;
+};
+
+struct Matrix;
+struct Program {
+    const Kernels* kernels;
+    const Instruction* instructions;
+    int64_t count;
+    const Matrix* matrices;
+    const CacheLayer* layers;
+    bool bf16_cache;  // else floats
+    bool bf16, vnni;
+    Brgemm brgemm;
+    int64_t few;     // most rows that each thread makes ready for itself
+    void* prepared;  // by `prepare`, for all threads
+    float* partial;  // of attention in parts
+};
+
+}  // namespace hasten

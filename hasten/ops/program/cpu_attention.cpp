@@ -1,0 +1,265 @@
+// Attention over the paged cache: writing keys and values, and tiles of queries over blocks of keys.
+//
+// The query heads of a KV head are folded together: row g * tokens + t of a tile is the t-th token's query of
+// head h * G + g. Products read the cache as it lies: K [D units, 32] and V [units of tokens, Dv].
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "../_cpu/gemm.h"
+#include "../_cpu/rows.h"
+#include "cpu.h"
+
+namespace hasten {
+namespace {
+
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr int64_t T = BLOCK_TOKENS;
+
+// Pairs of bf16 where the processor has no products of them.
+struct WidenedBF16 {
+    static constexpr int per_unit = 2;
+    static inline VF multiply_add(VF acc, const uint32_t* a, VU b) {
+        const VU pair = *a - VU{};
+        acc = acc + (VF)(pair << 16) * (VF)(b << 16);
+        return acc + (VF)(pair & 0xffff0000u) * (VF)(b & 0xffff0000u);
+    }
+};
+
+inline const float* row_of(const Operand& o, int64_t row, int64_t head) {
+    return o.base + row * o.row_stride + head * o.s0;
+}
+
+inline uint32_t* block_of(const CacheLayer& c, const Step& s, int64_t sequence, int64_t index) {
+    return c.base + s.tables[c.group][sequence * s.table_width[c.group] + index] * c.block_units;
+}
+
+void store(const Program& p, const Step& s, const Instruction& in, int64_t row) {
+    const CacheLayer& c = p.layers[in.i[0]];
+    const int64_t position = s.positions[row], place = position % T;
+    uint32_t* block = block_of(c, s, s.sequence_of[row], position / T);
+    for (int64_t h = 0; h < c.heads; h++) {
+        const float *k = row_of(in.a, row, h), *v = row_of(in.b, row, h);
+        uint32_t *K = block + h * c.d_units * T, *V = block + c.heads * c.d_units * T;
+        if (p.bf16_cache) {
+            for (int64_t d = 0; d < c.D; d++) {
+                const uint16_t bits = narrow_scalar_bf16(k[d * in.a.s1]).bits;
+                std::memcpy((uint16_t*)(K + d / 2 * T + place) + d % 2, &bits, 2);
+            }
+            V += h * (T / 2) * c.dv_pad + place / 2 * c.dv_pad;
+            // The other half of the pair may hold what another sequence left: zero, unless this step writes
+            // it.
+            const bool alone = place % 2 == 0 && !(row + 1 < s.rows && s.sequence_of[row + 1] == s.sequence_of[row]);
+            for (int64_t d = 0; d < c.Dv; d++) {
+                const uint16_t bits = narrow_scalar_bf16(v[d * in.b.s1]).bits;
+                if (alone)
+                    V[d] = bits;
+                else
+                    std::memcpy((uint16_t*)(V + d) + place % 2, &bits, 2);
+            }
+        } else {
+            for (int64_t d = 0; d < c.D; d++) std::memcpy(K + d * T + place, k + d * in.a.s1, 4);
+            V += h * T * c.dv_pad + place * c.dv_pad;
+            for (int64_t d = 0; d < c.Dv; d++) std::memcpy(V + d, v + d * in.b.s1, 4);
+        }
+    }
+}
+
+// One tile of queries of one KV head over one part of its keys.
+struct Tile {
+    int64_t head, part, sequence, first, tokens, M;  // rows [first, first + tokens) of the step
+    int64_t begin, end;                              // blocks
+    int64_t index;
+
+    Tile(const Program& p, const Step& s, const Instruction& in, const CacheLayer& c, int64_t unit) {
+        index = unit;
+        part = unit % s.parts;
+        unit /= s.parts;
+        head = unit % c.heads;
+        const int64_t tile = unit / c.heads;
+        sequence = s.tile_sequence[tile];
+        first = s.tile_first[tile];
+        tokens = std::min<int64_t>(s.tile_tokens, s.starts[sequence + 1] - first);
+        M = tokens * (in.n0 / c.heads);
+        const int64_t window = in.i[3], last = s.positions[first + tokens - 1];
+        const int64_t oldest = window ? std::max<int64_t>(0, s.positions[first] - window + 1) : 0;
+        const int64_t from = oldest / T, blocks = last / T + 1 - from;
+        begin = from + blocks * part / s.parts;
+        end = from + blocks * (part + 1) / s.parts;
+    }
+};
+
+inline void write_result(const Instruction& in, const Step& s, const Tile& t, const CacheLayer& c, int64_t m,
+                         const float* o, float largest, float total) {
+    const int64_t h = t.head * (in.n0 / c.heads) + m / t.tokens, row = t.first + m % t.tokens;
+    float share = 1;
+    if (in.b.base) {  // a sink takes probability and has no value
+        const float sink = in.b.base[h], peak = std::max(largest, sink);
+        share = largest == -INF ? 0.0f : std::exp(largest - peak);
+        total = total * share + std::exp(sink - peak);
+    }
+    const float scale = total == 0 ? 0.0f : share / total;
+    float* out = in.dst.base + row * in.dst.row_stride + h * in.dst.s0;
+    each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(o + d, lanes) * scale, lanes); });
+}
+
+template <class Unit>
+HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, int64_t unit,
+                               char* memory) {
+    const CacheLayer& c = p.layers[in.i[0]];
+    const Tile t(p, s, in, c, unit);
+    const float scale = float(in.f[0]), softcap = float(in.f[1]);
+    const float* slopes = in.c.base;
+    const int64_t window = in.i[3], group = in.n0 / c.heads;
+    constexpr int64_t P_UNITS = T / Unit::per_unit;
+    auto take = [&memory](int64_t floats) {
+        float* at = (float*)memory;
+        memory += (floats * 4 + 63) / 64 * 64;
+        return at;
+    };
+    uint32_t* q = (uint32_t*)take(t.M * c.d_units);
+    float *scores = take(t.M * T), *o = take(t.M * c.dv_pad), *largest = take(t.M), *total = take(t.M);
+    uint32_t* weights = (uint32_t*)take(t.M * P_UNITS);
+    for (int64_t m = 0; m < t.M; m++) {
+        const float* x = row_of(in.a, t.first + m % t.tokens, t.head * group + m / t.tokens);
+        uint32_t* to = q + m * c.d_units;
+        if (Unit::per_unit == 1) {
+            std::memcpy(to, x, size_t(c.D) * 4);
+        } else {
+            to[c.d_units - 1] = 0;
+            each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
+        }
+        largest[m] = -INF;
+        total[m] = 0;
+    }
+    std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
+    const VI lane = lane_numbers();
+    for (int64_t b = t.begin; b < t.end; b++) {
+        const uint32_t* block = block_of(c, s, t.sequence, b);
+        const uint32_t* K = block + t.head * c.d_units * T;
+        const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
+        gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores, T, false);
+        for (int64_t m = 0; m < t.M; m++) {
+            float* x = scores + m * T;
+            const int32_t position = s.positions[t.first + m % t.tokens];
+            const int32_t seen = position - int32_t(b * T);  // the last visible place of the block
+            const int32_t oldest = window ? seen - int32_t(window) + 1 : INT32_MIN;
+            const bool edge = seen < T - 1 || oldest > 0;
+            const float slope = slopes ? slopes[t.head * group + m / t.tokens] : 0;
+            VF top = splat(-INF);
+            for (int64_t j = 0; j < T; j += W) {
+                VF v = load(x + j) * scale;
+                if (softcap != 0) v = tanh_of(v / softcap) * softcap;
+                const VI at = lane + int32_t(j);
+                if (slopes) v = v + __builtin_convertvector(at - seen, VF) * slope;
+                if (edge) v = ((at <= seen) & (at >= oldest)) ? v : splat(-INF);
+                store(x + j, v);
+                top = ((v > top) | (v != v)) ? v : top;
+            }
+            float peak = largest[m];
+            for (int i = 0; i < W; i++) peak = top[i] > peak || top[i] != top[i] ? top[i] : peak;
+            uint32_t* w = weights + m * P_UNITS;
+            if (peak == -INF) {
+                std::memset(w, 0, P_UNITS * 4);
+                continue;
+            }
+            if (peak != largest[m]) {
+                const float factor = largest[m] == -INF ? 0.0f : std::exp(largest[m] - peak);
+                total[m] *= factor;
+                float* row = o + m * c.dv_pad;
+                for (int64_t d = 0; d < c.dv_pad; d += W) hasten::store(row + d, load(row + d) * factor);
+                largest[m] = peak;
+            }
+            VF added{};
+            for (int64_t j = 0; j < T; j += W) {
+                const VF e = exp2_of((load(x + j) - peak) * LOG2E);
+                added = added + e;
+                if constexpr (Unit::per_unit == 1)
+                    hasten::store((float*)w + j, e);
+                else if constexpr (std::is_same_v<Unit, WidenedBF16>)
+                    store_half((uint16_t*)w + j, narrow_bf16(e));
+                else
+                    store_half((uint16_t*)w + j, narrow_fast(e));
+            }
+            total[m] += sum(added);
+        }
+        // Values behind the last visible one are not read: they may be another sequence's.
+        const int64_t visible = std::min<int64_t>(T, s.positions[t.first + t.tokens - 1] - b * T + 1);
+        const int64_t used = (visible + Unit::per_unit - 1) / Unit::per_unit;
+        gemm<Unit>(t.M, c.dv_pad, used, weights, P_UNITS, 1, V, c.dv_pad, o, c.dv_pad, true);
+    }
+    for (int64_t m = 0; m < t.M; m++) {
+        if (s.parts == 1) {
+            write_result(in, s, t, c, m, o + m * c.dv_pad, largest[m], total[m]);
+            continue;
+        }
+        float* to = p.partial + (t.index * s.tile_tokens * group + m) * (c.dv_pad + 2);
+        std::memcpy(to, o + m * c.dv_pad, size_t(c.dv_pad) * 4);
+        to[c.dv_pad] = largest[m];
+        to[c.dv_pad + 1] = total[m];
+    }
+}
+
+// Joins the parts of a tile, in order.
+void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit, float* o) {
+    const CacheLayer& c = p.layers[in.i[0]];
+    const int64_t group = in.n0 / c.heads, width = c.dv_pad + 2;
+    const Tile t(p, s, in, c, unit * s.parts);
+    for (int64_t m = 0; m < t.M; m++) {
+        const float* from = p.partial + (unit * s.parts * s.tile_tokens * group + m) * width;
+        const int64_t stride = s.tile_tokens * group * width;
+        float peak = -INF, total = 0;
+        for (int64_t i = 0; i < s.parts; i++) {
+            const float x = from[i * stride + c.dv_pad];
+            peak = x > peak || x != x ? x : peak;
+        }
+        std::memset(o, 0, size_t(c.dv_pad) * 4);
+        for (int64_t i = 0; i < s.parts; i++) {
+            const float* part = from + i * stride;
+            const float factor = part[c.dv_pad] == -INF ? 0.0f : std::exp(part[c.dv_pad] - peak);
+            total += part[c.dv_pad + 1] * factor;
+            for (int64_t d = 0; d < c.dv_pad; d += W) hasten::store(o + d, load(o + d) + load(part + d) * factor);
+        }
+        write_result(in, s, t, c, m, o, peak, total);
+    }
+}
+
+int64_t units(const Program& p, const Step& s, const Instruction& in) {
+    if (in.op == Op::store) return s.rows;
+    const int64_t heads = p.layers[in.i[0]].heads;
+    if (in.op == Op::merge) return s.parts == 1 ? 0 : s.tiles * heads;
+    return s.tiles * heads * s.parts;
+}
+
+int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
+    const CacheLayer& c = p.layers[in.i[0]];
+    const int64_t M = s.tile_tokens * (in.n0 / c.heads);
+    return M * (c.d_units + 2 * T + c.dv_pad + 2) * 4 + 1024 + c.dv_pad * 4;
+}
+
+void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count, void* scratch) {
+    for (int64_t unit = first; unit < first + count; unit++) {
+        if (in.op == Op::store)
+            store(p, s, in, unit);
+        else if (in.op == Op::merge)
+            merge(p, s, in, unit, (float*)scratch);
+        else if (!p.bf16_cache)
+            attend<Float>(p, s, in, unit, (char*)scratch);
+#if defined(__AVX512F__)
+        else if (p.bf16)
+            attend<PairBF16>(p, s, in, unit, (char*)scratch);
+#endif
+        else
+            attend<WidenedBF16>(p, s, in, unit, (char*)scratch);
+    }
+}
+
+}  // namespace
+
+void program_attention_kernels(Kernels& table) {
+    table.program_attention_units = units;
+    table.program_attention_scratch = scratch_bytes;
+    table.program_attention_run = run;
+}
+
+}  // namespace hasten

@@ -1,0 +1,42 @@
+"""Runs a linked program: one native call a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from hasten.serve.runner import Group, Step
+
+from hasten.serve.link import Linked
+
+
+class NativeRunner:
+    """The `Runner` of a program; see `hasten.serve.runner`."""
+
+    def __init__(self, linked: Linked) -> None:
+        self._linked = linked
+        program = linked.program
+        self.vocab_size, self.context_tokens = program.vocab_size, program.context_tokens
+        self.step_tokens, self.step_logits = linked.step_tokens, linked.step_logits
+        self.groups = tuple(
+            Group(window or None, blocks)
+            for window, blocks in zip(program.windows(), linked.cache_settings.blocks, strict=True)
+        )
+        self._run = torch.ops.hasten_cpu.program_run
+
+    def run(self, step: Step) -> np.ndarray:
+        """fp32 logits [wanted rows, vocab], valid until the next call."""
+        linked, wanted = self._linked, len(step.wanted)
+        self._run(
+            linked.instructions, linked.matrices, linked.layers, linked.prepared, linked.sizes,
+            torch.from_numpy(step.tokens), torch.from_numpy(step.positions), torch.from_numpy(step.starts),
+            [torch.from_numpy(table) for table in step.tables], torch.from_numpy(step.wanted),
+            len(step.tokens), len(step.starts) - 1, wanted,
+        )  # fmt: skip
+        return linked.logits[:wanted].numpy()
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, target) of a group, in order."""
+        for source, target in pairs:
+            self._linked.copy_block(group, source, target)

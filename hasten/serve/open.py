@@ -1,0 +1,215 @@
+"""From what people call a model to something that serves it: a program from disk, a new one, or the model.
+
+A program and its packed weights are kept on disk (`store.py`). When they are there, nothing of transformers
+is imported. Otherwise the model is opened without its weights, captured and lowered, its weights are packed
+one by one, and the result is stored. A model that cannot be lowered is served through its ordinary forward
+pass, and the reason is in `About`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hasten.serve.engine import Engine, EngineSettings
+from hasten.serve.runner import BLOCK_TOKENS, Runner
+from hasten.serve.store import Store, Stored, store_key
+from hasten.serve.words import Words, words_of
+
+from hasten.base.errors import CaptureError, ConfigError, nearest
+from hasten.base.facts import detect
+from hasten.base.screen import Screen
+
+WEIGHTS = ("auto", "stored", "float32", "bfloat16", "int8", "int4")
+CACHES = ("bfloat16", "float32")
+DEFAULT_CONTEXT_TOKENS = 8192
+STEP_TOKENS = 512
+STEP_LOGITS = 128
+_CACHE_SHARE = 0.25
+_MOST_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class About:
+    """What was opened, for people and for reports. Bytes; `ordinary` is why there is no program, or empty."""
+
+    model: str
+    weights: str
+    weight_bytes: int
+    cache_bytes_per_token: int
+    context_tokens: int
+    ordinary: str = ""
+    from_disk: bool = False
+    open_s: float = 0.0
+    note: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A runner with the text side of its model."""
+
+    runner: Runner
+    words: Words
+    about: About
+
+
+def open_runner(
+    model: str | Path,
+    *,
+    weights: str = "auto",
+    cache: str = "bfloat16",
+    context_tokens: int | None = None,
+    cache_bytes: int | None = None,
+    step_tokens: int = STEP_TOKENS,
+    screen: Screen | None = None,
+    keep: bool = True,
+) -> Served:
+    """Opens a GGUF file, a Hugging Face folder, a preset or a hub id for serving.
+
+    Args:
+        weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
+            bits for each matrix within that budget, "bfloat16" and "float32" are dense; "auto" is "stored".
+        cache: dtype of keys and values, "bfloat16" or "float32".
+        context_tokens: longest sequence; default: the model's own, at most 8192.
+        cache_bytes: memory for keys and values; default: a quarter of the machine's, at most what 64
+            sequences of the longest length need. Pages are taken when they are first written.
+        step_tokens: most tokens of one step: long prompts are cut.
+        keep: whether a new program is stored for the next time.
+
+    Raises:
+        ConfigError: a name or a number that is not allowed.
+        InputError: as `hasten.models.open_model`.
+    """
+    for what, given, allowed in (("weights", weights, WEIGHTS), ("cache", cache, CACHES)):
+        if given not in allowed:
+            raise ConfigError(f"{what} = {given!r}: {nearest(given, allowed)}")
+    screen = screen or Screen(enabled=False)
+    started = time.perf_counter()
+    path, fingerprint = _locate(model)
+    choice = {"weights": weights, "context": context_tokens}
+    store = Store()
+    key = store_key(fingerprint, choice) if fingerprint else ""
+    stored = store.load(key) if key else None
+    if not stored:
+        made = _make(path, weights, context_tokens, screen, step_tokens)
+        if isinstance(made, Served):
+            return made
+        if key and keep:
+            store.save(key, made.program, made.panels, made.tables, made.words, made.note)
+        stored, from_disk = made, False
+    else:
+        from_disk = True
+    runner, about = _linked(stored, cache, cache_bytes, step_tokens)
+    about = About(
+        str(model), weights, about["weight_bytes"], about["cache_bytes_per_token"], runner.context_tokens, "",
+        from_disk, time.perf_counter() - started, dict(stored.note),
+    )  # fmt: skip
+    return Served(runner, stored.words or Words(""), about)
+
+
+def open_engine(
+    model: str | Path, *, settings: EngineSettings | None = None, **options: Any
+) -> tuple[Engine, Served]:
+    """`open_runner` with an engine around it, which ends the model's answers at its own end tokens.
+
+    Raises as `open_runner`; ConfigError too where the cache is too small for one sequence.
+    """
+    served = open_runner(model, **options)
+    settings = replace(settings or EngineSettings(), eos_tokens=tuple(served.words.eos_token_ids))
+    tokenizer = served.words.tokenizer() if served.words.tokenizer_json else None
+    return Engine(served.runner, tokenizer, settings), served
+
+
+def _locate(model: str | Path) -> tuple[Any, str]:
+    """The model's place and the fingerprint of its files; empty for one on the hub that is not here yet."""
+    from hasten.serve.fingerprint import model_fingerprint
+
+    from hasten.models.open import locate
+
+    place = locate(model)
+    return (model, "") if place is None else (place, model_fingerprint(place))
+
+
+def _make(
+    path: Any, weights: str, context_tokens: int | None, screen: Screen, step_tokens: int
+) -> Stored | Served:
+    """A new program with its weights, or the ordinary model where it cannot be lowered."""
+    from hasten.serve.weights import open_source
+
+    from hasten.graph.whole import capture_whole
+    from hasten.serve.lowering import lower
+
+    with screen.bar("opening", 1):
+        source = open_source(path)
+    skeleton = source.skeleton()
+    config = skeleton.config.get_text_config()
+    words = words_of(skeleton, source.tokenizer())
+    longest = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS
+    context = min(longest, context_tokens or DEFAULT_CONTEXT_TOKENS)
+    if context_tokens is not None and context_tokens > longest:
+        raise ConfigError(f"context of {context_tokens} tokens; {path} has positions for {longest}")
+    started = time.perf_counter()
+    try:
+        with screen.bar("capturing", 1):
+            program = lower(capture_whole(skeleton), source.dense, config.vocab_size, context)
+    except CaptureError as error:
+        screen.warn(f"{path} is served by its ordinary forward pass, which is slow: {error}")
+        return _ordinary(path, str(error), words, context, step_tokens)
+    captured_s = time.perf_counter() - started
+    panels, note = _pack(source, program, weights, screen)
+    tables = {f"v{i}": tensor for i, tensor in enumerate(program.vectors)}
+    tables |= {f"t{i}": tensor for i, tensor in enumerate(program.tables)}
+    note |= {"capture_s": captured_s, "instructions": len(program.instructions)}
+    return Stored(Path(), program.as_dict(), {f"m{i}": p for i, p in enumerate(panels)}, tables, words, note)
+
+
+def _pack(source: Any, program: Any, weights: str, screen: Screen) -> tuple[list[Any], dict[str, Any]]:
+    """Panels of every matrix, in the formats of `weights`."""
+    from hasten.serve.plan_bits import plan_formats
+
+    formats, note = plan_formats(source, program.matrices, weights, screen)
+    panels = []
+    with screen.bar("packing weights", len(program.matrices)) as bar:
+        for i, (use, form) in enumerate(zip(program.matrices, formats, strict=True)):
+            panels.append(source.panels(use.weight, form))
+            bar.update(i + 1, use.weight.name)
+    return panels, note
+
+
+def _linked(stored: Any, cache: str, cache_bytes: int | None, step_tokens: int) -> tuple[Any, dict[str, int]]:
+    from hasten.serve.link import CacheSettings, Linked
+    from hasten.serve.native_runner import NativeRunner
+    from hasten.serve.program import Program
+
+    count = lambda prefix: sum(name.startswith(prefix) for name in stored.tables)  # noqa: E731
+    program = Program.from_dict(
+        stored.program,
+        [stored.tables[f"v{i}"] for i in range(count("v"))],
+        [stored.tables[f"t{i}"] for i in range(count("t"))],
+    )
+    panels = [stored.panels[f"m{i}"] for i in range(len(program.matrices))]
+    per_token = sum(layer.heads * (layer.key_size + layer.value_size) for layer in program.layers)
+    per_token *= 2 if cache == "bfloat16" else 4
+    wanted = min(
+        detect().memory_bytes.value * _CACHE_SHARE, per_token * program.context_tokens * _MOST_SEQUENCES
+    )
+    blocks = max(int((cache_bytes or wanted) / per_token) // BLOCK_TOKENS, 1)
+    settings = CacheSettings(cache, tuple(blocks for _ in program.windows()))
+    linked = Linked(program, panels, settings, step_tokens, STEP_LOGITS)
+    distinct = {id(p.data): p.nbytes for p in panels}
+    return NativeRunner(linked), {"weight_bytes": sum(distinct.values()), "cache_bytes_per_token": per_token}
+
+
+def _ordinary(path: Any, reason: str, words: Words, context: int, step_tokens: int) -> Served:
+    import torch
+
+    from hasten.models import open_model
+    from hasten.serve.model_runner import ModelRunner
+
+    opened, _ = open_model(path, dtype=torch.bfloat16 if detect().bf16.value else torch.float32)
+    blocks = -(-context // BLOCK_TOKENS) * 16
+    runner = ModelRunner(opened.eval(), context, blocks, step_tokens, STEP_LOGITS)
+    size = sum(p.nbytes for p in opened.parameters())
+    return Served(runner, words, About(str(path), "the model's own", size, 0, context, reason))
