@@ -4,7 +4,8 @@ HastenError
 ├── UserError            the caller asked for something that cannot be done; the command line exits with 2
 │   ├── ConfigError      a setting: unknown key, value out of range, settings that contradict each other
 │   ├── InputError       a file, folder, model or text that is missing, empty or malformed
-│   └── ShapeError       an operator was given shapes or dtypes that do not fit
+│   ├── ShapeError       an operator was given shapes or dtypes that do not fit
+│   └── GateError        a format changes a model's answers by more than was allowed
 ├── CaptureError         a block could not be captured or rewritten; the original runs instead
 └── CheckpointError      a checkpoint is damaged or incomplete
 
@@ -35,6 +36,10 @@ class InputError(UserError):
 
 class ShapeError(UserError):
     """An operator was given shapes or dtypes that do not fit together."""
+
+
+class GateError(UserError):
+    """A format changes what a model says by more than was allowed; another format or limit is the way on."""
 
 
 class CaptureError(HastenError):

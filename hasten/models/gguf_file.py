@@ -15,6 +15,7 @@ file is checked against the bytes that are left before it is believed.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class StoredTensor:
 
 
 class GgufFile:
-    """A GGUF file, read-only: `metadata`, `tensors` by name, `read(name)`.
+    """A GGUF file, read-only: `metadata`, `tensors` by name, `read(name)`. The file is mapped, not loaded.
 
     Raises InputError where the file is missing, is no GGUF file, is cut off, or uses a tensor type that the
     `gguf` package does not know.
@@ -55,10 +56,12 @@ class GgufFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            size = self.path.stat().st_size
-            self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+            with open(self.path, "rb") as handle:
+                size = self.path.stat().st_size
+                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else None
         except OSError as error:
             raise InputError(f"cannot read {self.path}: {error.strerror}") from error
+        self._bytes = np.frombuffer(self._map or b"", np.uint8)
         self._view = self._bytes.data
         self._at = 0
         self.metadata, count = self._read_header()
@@ -76,6 +79,14 @@ class GgufFile:
         """The bytes of a tensor as they lie in the file."""
         tensor = self.tensors[name]
         return self._bytes[tensor.begin : tensor.begin + tensor.size_bytes]
+
+    def release(self) -> None:
+        """Gives the mapped pages that were read back to the system; what was read from them stays valid.
+
+        They are the file's own pages, but count as memory of the process until then.
+        """
+        if self._map is not None and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> NDArray[Any]:
         """A tensor dequantised, in torch's shape: float32, or float16 where the file stores that."""

@@ -171,6 +171,24 @@ def undo_conversion(name: str, array: Array, architecture: str, settings: Mappin
     return array
 
 
+def stored_order(
+    name: str, rows: int, architecture: str, settings: Mapping[str, Any]
+) -> tuple[NDArray[np.int64] | None, bool]:
+    """What `undo_conversion` does to a matrix, without its numbers.
+
+    Returns for each row of the parameter the stored row (None: rows are as stored), and whether the parameter
+    is the transpose of what is stored. Raises InputError where the numbers themselves are changed.
+    """
+    for pattern, undo in ARCHITECTURES[architecture].undo:
+        if re.fullmatch(pattern, name):
+            if undo is _transpose:
+                return None, True
+            if undo is _minus_one:
+                raise InputError(f"tensor {name!r} of {architecture} is not stored as it is used")
+            return undo(np.arange(rows)[:, None], settings)[:, 0], False
+    return None, False
+
+
 def names_in_file(file: GgufFile, hf_names: list[str], layers: int) -> dict[str, str]:
     """For each transformers name the file's name of the same tensor.
 

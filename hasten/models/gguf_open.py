@@ -10,7 +10,8 @@ import torch
 
 from hasten.base.errors import InputError
 from hasten.models.gguf_file import GgufFile
-from hasten.models.gguf_map import names_in_file, settings_of, undo_conversion
+from hasten.models.gguf_map import names_in_file, settings_of, stored_order, undo_conversion
+from hasten.models.skeleton import fill_buffers, meta_model
 
 # Vocabularies whose digits are always tokens of their own: split before the byte-level pattern runs.
 # transformers does not do it, and numbers after several spaces then come out differently. Names: llama.cpp's
@@ -28,10 +29,40 @@ def open_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any
         InputError: for a file that is damaged or that does not hold exactly the tensors of its architecture.
     """
     file = GgufFile(path)
-    return _open_model(file, dtype), _open_tokenizer(file)
+    return _open_model(file, dtype), open_tokenizer(file)
 
 
-def _open_model(file: GgufFile, dtype: torch.dtype) -> Any:
+def open_skeleton(file: GgufFile) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """The file's model with its parameters on the meta device, and what to fill them with.
+
+    Returns the model in eval mode, its buffers real (rotary frequencies) and its generation settings those of
+    the file; for each parameter the file's name of it (one that shares its storage with another is listed
+    once); and the transformers settings.
+
+    Raises InputError as `open_gguf` does.
+    """
+    skeleton, settings = _skeleton(file)
+    names = names_in_file(
+        file, [name for name, _ in skeleton.named_parameters()], skeleton.config.num_hidden_layers
+    )
+    for name, parameter in skeleton.named_parameters():
+        stored = file.tensors[names[name]]
+        turned = (
+            len(stored.shape) == 2
+            and stored_order(stored.name, stored.shape[0], file.architecture, settings)[1]
+        )
+        shape = tuple(reversed(stored.shape)) if turned else stored.shape
+        if tuple(parameter.shape) != shape:
+            raise InputError(
+                f"{file.path}: tensor {stored.name!r} has shape {shape}; "
+                f"the model needs {tuple(parameter.shape)}"
+            )
+    fill_buffers(skeleton)
+    _set_generation(file, skeleton)
+    return skeleton.eval(), names, settings
+
+
+def _skeleton(file: GgufFile) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = settings_of(file)
@@ -41,13 +72,20 @@ def _open_model(file: GgufFile, dtype: torch.dtype) -> Any:
         raise InputError(
             f"{file.path}: its metadata makes no {settings['model_type']} model: {error}"
         ) from error
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+    skeleton = meta_model(config, AutoModelForCausalLM)
     config.architectures = [type(skeleton).__name__]
+    return skeleton, settings
+
+
+def _open_model(file: GgufFile, dtype: torch.dtype) -> Any:
+    skeleton, settings = _skeleton(file)
+    config = skeleton.config
     # Parameters that share their storage with another are listed once.
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     names = names_in_file(file, list(shapes), config.num_hidden_layers)
-    weights = {name: _tensor(file, stored, shapes[name], settings, dtype) for name, stored in names.items()}
+    weights = {
+        name: read_tensor(file, stored, shapes[name], settings, dtype) for name, stored in names.items()
+    }
     model, loading = type(skeleton).from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
@@ -58,9 +96,13 @@ def _open_model(file: GgufFile, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _tensor(
+def read_tensor(
     file: GgufFile, name: str, shape: tuple[int, ...], settings: dict[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
+    """A stored tensor dequantised, as transformers' parameter of that shape; `name` is the file's.
+
+    Raises InputError where its shape is another.
+    """
     array = undo_conversion(name, file.read(name), file.architecture, settings)
     if array.shape != shape:
         raise InputError(f"{file.path}: tensor {name!r} has shape {array.shape}; the model needs {shape}")
@@ -80,7 +122,11 @@ def _set_generation(file: GgufFile, model: Any) -> None:
     model.generation_config = generation
 
 
-def _open_tokenizer(file: GgufFile) -> Any:
+def open_tokenizer(file: GgufFile) -> Any:
+    """The tokenizer that the file's metadata describes, as a transformers tokenizer.
+
+    Raises InputError where there is none or it is damaged.
+    """
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer

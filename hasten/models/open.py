@@ -15,6 +15,7 @@ from hasten.base.errors import InputError, first_line, nearest
 from hasten.models.bars import late_bars
 from hasten.models.gguf_open import open_gguf
 from hasten.models.presets import PRESETS, fetch
+from hasten.models.skeleton import fill_buffers, meta_model
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -48,6 +49,53 @@ def open_model(
     except OSError as error:
         # No permission, a name that is too long, an interrupted mount.
         raise InputError(f"cannot open {path_or_id}: {error.strerror or error}") from error
+
+
+def locate(path_or_id: str | Path, cache_dir: str | Path | None = None) -> Path | None:
+    """The file or folder that `path_or_id` names; a preset is fetched. None for a hub id and for nothing.
+
+    Raises InputError as `open_model` does where a preset cannot be fetched.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.exists():
+        return path
+    name = str(path_or_id)
+    return fetch(name, PRESETS[name], cache_folder(cache_dir).value) if name in PRESETS else None
+
+
+def folder_skeleton(folder: Path) -> Any:
+    """The causal model of a Hugging Face folder in eval mode: parameters on the meta device, buffers real.
+
+    Raises InputError for a folder whose configuration makes no such model.
+    """
+    import json
+
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model = meta_model(config, AutoModelForCausalLM)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot open {folder}: {first_line(error)}") from error
+    fill_buffers(model)
+    return model.eval()
+
+
+def open_folder_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder, or None where it holds none.
+
+    Raises InputError for a damaged one.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"cannot open the tokenizer in {folder}: {first_line(error)}") from error
 
 
 def _open(path_or_id: str | Path, dtype: torch.dtype, cache_dir: str | Path | None) -> Opened:

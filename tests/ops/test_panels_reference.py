@@ -182,7 +182,7 @@ def test_names_read_back() -> None:
     ],
 )
 def test_formats_without_a_layout_are_refused(make) -> None:
-    with pytest.raises(ConfigError, match="allowed|it has bits"):
+    with pytest.raises(ConfigError, match=r"allowed|it has bits"):
         make()
 
 

@@ -77,7 +77,12 @@ def pack(matrix_NK: Tensor, format: Format) -> Panels:
 
 
 def pack_codes(
-    codes_NK: Tensor, scales_NG: Tensor, minima_NG: Tensor | None, format: Format, unit: float = 1.0
+    codes_NK: Tensor,
+    scales_NG: Tensor,
+    minima_NG: Tensor | None,
+    format: Format,
+    unit: float = 1.0,
+    out: Tensor | None = None,
 ) -> Panels:
     """Codes with their scales in panels of a quantised format.
 
@@ -85,6 +90,7 @@ def pack_codes(
         codes_NK: uint8 [N, K], below 2^bits.
         scales_NG: fp16 or wider [N, groups], divided by `unit`; rounded to fp16.
         minima_NG: likewise, for a format that stores minima; else None.
+        out: where the bytes go, as `Panels.data`; else new memory.
 
     Raises ShapeError where shapes do not fit the format, ValueError where a scale is not finite in fp16 or a
     code is too large.
@@ -106,7 +112,8 @@ def pack_codes(
         raise ValueError(f"code {int(codes_NK.max())} in {format}; the largest is {format.highest}")
     if not math.isfinite(unit) or unit <= 0:
         raise ValueError(f"unit {unit}: it must be a positive number")
-    data = torch.empty(-(-N // LANES), format.panel_bytes(K), dtype=torch.uint8)
+    data = torch.empty(-(-N // LANES), format.panel_bytes(K), dtype=torch.uint8) if out is None else out
+    packed = Panels(data, format, N, K, float(unit))
     for begin, end in _chunks(N, K):
         rows, count = slice(begin * LANES, end * LANES), end - begin
         codes = _padded(codes_NK[rows], count, groups * group, torch.uint8).view(count, LANES, groups, group)
@@ -118,7 +125,7 @@ def pack_codes(
             parts.append(_plane(codes, low, width))
             low += width
         data[begin:end] = torch.cat(parts, dim=2).view(count, -1)
-    return Panels(data, format, N, K, float(unit))
+    return packed
 
 
 def unpack(panels: Panels, begin: int = 0, end: int | None = None) -> Tensor:
@@ -165,9 +172,8 @@ def restore(description: dict[str, Any], data: Tensor) -> Panels:
     format = Format(*(description[name] for name in ("kind", "bits", "group", "zero")))
     N, K = description["N"], description["K"]
     if data.numel() != format.matrix_bytes(N, K):
-        raise ShapeError(
-            f"{format} of a matrix [{N}, {K}] takes {format.matrix_bytes(N, K)} bytes, not {data.numel()}"
-        )
+        expected = format.matrix_bytes(N, K)
+        raise ShapeError(f"{format} of a matrix [{N}, {K}] takes {expected} bytes, not {data.numel()}")
     return Panels(data.view(-(-N // LANES), format.panel_bytes(K)), format, N, K, description["unit"])
 
 
