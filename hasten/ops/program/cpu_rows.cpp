@@ -115,7 +115,7 @@ PanelProduct product(const Program& p, const Step& s, const Instruction& in) {
     PanelProduct q{};
     q.matrix = p.matrices[in.matrix];
     q.up = in.up < 0 ? nullptr : p.matrices + in.up;
-    q.kind = int32_t(in.i[0]);
+    q.kind = int32_t(in.i[0]);  // -1 is NO_ACTIVATION
     q.M = in.selected ? s.wanted_rows : s.rows;
     q.x = in.a.base;
     q.x_row = in.a.row_stride;
