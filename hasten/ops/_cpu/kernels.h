@@ -86,6 +86,9 @@ struct EmbeddingGradient {
 struct Norm;
 struct Rotary;
 struct Activation;
+struct Matrix;
+struct PanelProduct;
+enum class PanelForm : int32_t;
 
 struct Kernels {
     const char* level;
@@ -131,6 +134,15 @@ struct Kernels {
     void (*activation_backward)(const Activation&, int64_t item);
     void (*gated_activation)(const Activation&, int64_t item);
     void (*gated_activation_backward)(const Activation&, int64_t item);
+
+    // Products with panels: how rows of x are prepared, bytes of all prepared rows and of one thread's
+    // scratch, rows to prepare, panels to multiply when all rows are; one row of the matrix as K floats.
+    PanelForm (*panel_form)(const PanelProduct&);
+    int64_t (*panel_prepared_bytes)(const PanelProduct&);
+    int64_t (*panel_scratch_bytes)(const PanelProduct&);
+    void (*panel_prepare)(const PanelProduct&, int64_t first_row, int64_t rows);
+    void (*panel_product)(const PanelProduct&, int64_t first_panel, int64_t panels, void* scratch);
+    void (*panel_row)(const Matrix&, int64_t row, float* out);
 };
 
 // Each operator's files put their functions into the table.
@@ -145,5 +157,6 @@ void norm_backward_kernels(Kernels& table);
 void rotary_kernels(Kernels& table);
 void activation_kernels(Kernels& table);
 void gated_activation_kernels(Kernels& table);
+void panel_kernels(Kernels& table);
 
 }  // namespace hasten
