@@ -164,8 +164,8 @@ def test_blocks_of_zeros_and_of_tiny_numbers(how: How) -> None:
     x[1] = 1e-38
     assert torch.equal(linear(x, made.panels)[0], torch.zeros(20))
     assert bool((linear(x, made.panels)[1].abs() < 1e-33).all())
-    huge = torch.full((1, 64), 3e38)
-    assert not linear(huge, made.panels).isnan().any()
+    huge = torch.full((1, 64), 1e35)
+    assert bool(linear(huge, made.panels).isfinite().all())
 
 
 def test_errors_name_what_is_wrong() -> None:
@@ -179,7 +179,7 @@ def test_errors_name_what_is_wrong() -> None:
         linear(torch.randn(2, 40), made.panels, kind="sily")
     with pytest.raises(RuntimeError, match="bias is"):
         linear(torch.randn(2, 40), made.panels, torch.randn(1))
-    with pytest.raises(RuntimeError, match="takes 720 contiguous bytes"):
+    with pytest.raises(RuntimeError, match="takes 1152 contiguous bytes"):
         torch.ops.hasten_cpu.panel_linear(
             torch.randn(2, 40), made.panels.data[:1], native_format(made.panels.format), 1.0, 20, 40
         )
