@@ -32,12 +32,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class State:
-    """`level` of the loaded library, or None with the reason; `bf16` and `amx`: how bf16 is multiplied."""
+    """`level` of the loaded library, or None with the reason; `bf16` and `amx`: how bf16 is multiplied;
+    `vnni`: whether bytes are, four at a time.
+    """
 
     level: str | None
     reason: str
     bf16: bool = False
     amx: bool = False
+    vnni: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -59,9 +62,10 @@ def _load() -> State:
     if not library.exists():
         return _not_built(library)
     bf16 = level in ("avx512", "amx") and "avx512_bf16" in facts.flags.value
-    torch.ops.hasten_cpu.load(str(library), bf16, level == "amx", _second_level_bytes(facts))
+    vnni = level in ("avx512", "amx") and "avx512_vnni" in facts.flags.value
+    torch.ops.hasten_cpu.load(str(library), bf16, level == "amx", _second_level_bytes(facts), vnni)
     how = "AMX" if level == "amx" else "pairs of bf16" if bf16 else "bf16 widened to fp32"
-    return State(level, f"{library.name}, {how}", bf16, level == "amx")
+    return State(level, f"{library.name}, {how}", bf16, level == "amx", vnni)
 
 
 def _not_built(library: Path) -> State:

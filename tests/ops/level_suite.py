@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import panels_checks
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -89,6 +90,13 @@ def check_values(smallest: bool) -> tuple[int, list[str]]:
                 check(case, dtype)
             except (AssertionError, RuntimeError) as error:
                 failures.append(f"{check.__name__} {case} {dtype}: {type(error).__name__}: {error}")
+    if native.state().level is not None:
+        for name, call in panels_checks.suite(smallest):
+            checks += 1
+            try:
+                call()
+            except (AssertionError, RuntimeError) as error:
+                failures.append(f"{name}: {type(error).__name__}: {error}")
     return checks, failures
 
 
@@ -147,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(2)
     if options.brgemm:
         library = Path(native.__file__).parent / "_cpu" / f"kernels_{native.state().level}.so"
-        torch.ops.hasten_cpu.load(str(library), True, True, 1 << 20)
+        torch.ops.hasten_cpu.load(str(library), True, True, 1 << 20, native.state().vnni)
     calls = Calls()
     differ: list[str] = []
     if options.threads:

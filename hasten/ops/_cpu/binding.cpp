@@ -40,12 +40,12 @@ int64_t saved_registers() {
 }
 
 // The library stays loaded: its table is in use for the life of the process.
-std::string load(std::string path, bool bf16, bool brgemm, int64_t l2_bytes) {
+std::string load(std::string path, bool bf16, bool brgemm, int64_t l2_bytes, bool vnni) {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     TORCH_CHECK(library, "hasten: ", dlerror());
     auto kernels = (const Kernels* (*)())dlsym(library, "hasten_kernels");
     TORCH_CHECK(kernels, "hasten: ", path, " is no library of kernels: ", dlerror());
-    chosen = {kernels(), bf16, brgemm ? brgemm_bf16 : nullptr, l2_bytes};
+    chosen = {kernels(), bf16, brgemm ? brgemm_bf16 : nullptr, l2_bytes, vnni};
     return chosen.kernels->level;
 }
 
@@ -95,7 +95,7 @@ void release_brgemm() {
 }  // namespace hasten
 
 TORCH_LIBRARY(hasten_cpu, m) {
-    m.def("load(str path, bool bf16, bool brgemm, int l2_bytes) -> str", hasten::load);
+    m.def("load(str path, bool bf16, bool brgemm, int l2_bytes, bool vnni=False) -> str", hasten::load);
     m.def("saved_registers() -> int", hasten::saved_registers);
     m.def("launches() -> int", [] { return hasten::launches.load(); });
     m.def("fingerprint(Tensor t) -> int");

@@ -16,6 +16,7 @@ struct Level {
     bool bf16 = false;        // the processor multiplies pairs of bf16
     Brgemm brgemm = nullptr;  // where it has AMX
     int64_t l2_bytes = 1 << 20;
+    bool vnni = false;  // the processor multiplies quads of bytes
 };
 
 const Level& level();

@@ -89,6 +89,9 @@ struct Activation;
 struct Program;
 struct Step;
 struct Instruction;
+struct Matrix;
+struct PanelProduct;
+enum class PanelForm : int32_t;
 
 struct Kernels {
     const char* level;
@@ -145,6 +148,14 @@ struct Kernels {
     int64_t (*program_attention_scratch)(const Program&, const Step&, const Instruction&);
     void (*program_attention_run)(const Program&, const Step&, const Instruction&, int64_t first, int64_t count,
                                   void* scratch);
+    // Products with panels: how rows of x are prepared, bytes of all prepared rows and of one thread's
+    // scratch, rows to prepare, panels to multiply when all rows are; one row of the matrix as K floats.
+    PanelForm (*panel_form)(const PanelProduct&);
+    int64_t (*panel_prepared_bytes)(const PanelProduct&);
+    int64_t (*panel_scratch_bytes)(const PanelProduct&);
+    void (*panel_prepare)(const PanelProduct&, int64_t first_row, int64_t rows);
+    void (*panel_product)(const PanelProduct&, int64_t first_panel, int64_t panels, void* scratch);
+    void (*panel_row)(const Matrix&, int64_t row, float* out);
 };
 
 // Each operator's files put their functions into the table.
@@ -161,5 +172,6 @@ void activation_kernels(Kernels& table);
 void gated_activation_kernels(Kernels& table);
 void program_rows_kernels(Kernels& table);
 void program_attention_kernels(Kernels& table);
+void panel_kernels(Kernels& table);
 
 }  // namespace hasten

@@ -5,7 +5,7 @@
 
 namespace hasten {
 
-// In the order of `_CODES` in cpu.py.
+// In the order of `CODES` in cpu.py.
 enum class Kind : int32_t { silu, gelu, gelu_tanh, gelu_quick, relu, relu2, sigmoid, tanh };
 
 struct Activation {

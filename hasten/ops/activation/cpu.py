@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hasten.ops import native
 
-_CODES = {
+CODES = {
     kind: code
     for code, kind in enumerate(
         ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "sigmoid", "tanh")
@@ -17,7 +17,7 @@ _CODES = {
 
 def refusal(kind: str, x: Tensor, *others: Tensor) -> str:
     """Why the kernel cannot run; empty if it can."""
-    if kind not in _CODES:
+    if kind not in CODES:
         return f"{kind} has no kernel"
     if x.numel() == 0:
         return "no elements"
@@ -28,13 +28,13 @@ def refusal(kind: str, x: Tensor, *others: Tensor) -> str:
 
 def forward(x: Tensor, up: Tensor | None, kind: str, own: bool = False) -> Tensor:
     """kind(x) [* up], contiguous; with `own` it is written over x if x is contiguous."""
-    y: Tensor = torch.ops.hasten_cpu.activation(x, up, _CODES[kind], own)
+    y: Tensor = torch.ops.hasten_cpu.activation(x, up, CODES[kind], own)
     return y
 
 
 def backward(dy: Tensor, x: Tensor, kind: str, own: bool = False) -> Tensor:
     """dx, contiguous; with `own` it is written over dy if dy is contiguous."""
-    dx: Tensor = torch.ops.hasten_cpu.activation_backward(dy, x, None, _CODES[kind], False, own)[0]
+    dx: Tensor = torch.ops.hasten_cpu.activation_backward(dy, x, None, CODES[kind], False, own)[0]
     return dx
 
 
@@ -42,5 +42,5 @@ def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, kind: str, rebuild: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dgate, dup, kind(gate) * up if `rebuild`) in one pass; with `own` dup is written over dy."""
-    dgate, dup, *product = torch.ops.hasten_cpu.activation_backward(dy, gate, up, _CODES[kind], rebuild, own)
+    dgate, dup, *product = torch.ops.hasten_cpu.activation_backward(dy, gate, up, CODES[kind], rebuild, own)
     return dgate, dup, product[0] if product else None

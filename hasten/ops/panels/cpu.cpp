@@ -1,0 +1,226 @@
+// Products with panels: rows of x in the form that a product reads (PanelForm), few or many rows, one row.
+#include "layout.h"
+
+namespace hasten {
+namespace {
+
+constexpr int64_t TORCH_ROWS = 32;  // torch's product takes row counts that are multiples of this
+
+// The largest of |x| over a block of floats, as bits: NaN is above infinity, which is above the rest.
+inline uint32_t largest_bits(const float* x) {
+    VI top{};
+    for (int64_t i = 0; i < BLOCK; i += W) {
+        const VI bits = (VI)((VU)load(x + i) & 0x7fffffffu);
+        top = bits > top ? bits : top;
+    }
+    int32_t largest = 0;
+    for (int i = 0; i < W; i++) largest = std::max(largest, top[i]);
+    return uint32_t(largest);
+}
+
+// A block of 32 floats as int8 with one scale; words `width` apart. The scale of a block that holds a number
+// that is not finite is NaN, and all sums that read it are.
+inline void write_block(const float* x, uint32_t* to, int64_t width) {
+    const uint32_t bits = largest_bits(x);
+    const float largest = float_at(&bits);
+    const bool finite = bits < 0x7f800000u;
+    // Below, 127 / largest would be infinite.
+    const float inverse = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
+    const float scale = finite ? inverse > 0 ? largest / 127.0f : 0.0f : __builtin_nanf("");
+    int8_t bytes[BLOCK];
+    if (finite) {
+        typedef int8_t VC __attribute__((vector_size(W)));
+        for (int64_t i = 0; i < BLOCK; i += W) {
+            // 1.5 * 2^23: adding it rounds to the nearest integer, which are then the lowest bits.
+            const VI rounded = (VI)(load(x + i) * inverse + 12582912.0f) - 0x4b400000;
+            const VC narrow = __builtin_convertvector(rounded, VC);
+            std::memcpy(bytes + i, &narrow, W);
+        }
+    } else {
+        std::memset(bytes, 0, BLOCK);
+    }
+    int32_t low = 0, high = 0;
+    for (int64_t i = 0; i < BLOCK / 2; i++) {
+        low += bytes[i];
+        high += bytes[BLOCK / 2 + i];
+    }
+    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to + u * width, bytes + 4 * u, 4);
+    const float numbers[4] = {scale, scale * float(low + high), scale * float(low), scale * float(high)};
+    for (int64_t i = 0; i < 4; i++) std::memcpy(to + (BLOCK / 4 + i) * width, numbers + i, 4);
+}
+
+void write_bytes(const float* x, int64_t K, uint32_t* to, int64_t width) {
+    for (int64_t k = 0; k < K; k += BLOCK, to += BLOCK_WORDS * width) {
+        if (K - k >= BLOCK) {
+            write_block(x + k, to, width);
+            continue;
+        }
+        float block[BLOCK] = {};
+        std::memcpy(block, x + k, size_t(K - k) * 4);
+        write_block(block, to, width);
+    }
+}
+
+void write_floats(const float* x, int64_t K, uint32_t* to, int64_t width) {
+    for (int64_t k = 0; k < K; k++) std::memcpy(to + k * width, x + k, 4);
+    if (K & 1) to[K * width] = 0;
+}
+
+#if defined(__AVX512F__)
+// `words` words of two values each, zeros behind the end.
+template <class Unit>
+HASTEN_BF16_TARGET void write_pairs(const float* x, int64_t K, int64_t words, uint32_t* to, int64_t width) {
+    for (int64_t k = 0; k < 2 * words; k += W) {
+        const VF v = k + W <= K ? load(x + k) : k < K ? load_part(x + k, int(K - k)) : VF{};
+        const VH halves = narrow_fast(v);
+        const int64_t count = std::min<int64_t>(W / 2, words - k / 2);
+        if (width == 1 && count == W / 2) {
+            std::memcpy(to + k / 2, &halves, sizeof halves);
+            continue;
+        }
+        uint32_t pairs[W / 2];
+        std::memcpy(pairs, &halves, sizeof halves);
+        for (int64_t i = 0; i < count; i++) to[(k / 2 + i) * width] = pairs[i];
+    }
+}
+#endif
+
+void write_row(PanelForm form, const float* x, int64_t K, uint32_t* to, int64_t width) {
+    switch (form) {
+        case PanelForm::bytes:
+            return write_bytes(x, K, to, width);
+        case PanelForm::floats:
+            return write_floats(x, K, to, width);
+        default:
+#if defined(__AVX512F__)
+            write_pairs<PairBF16>(x, K, words_of(form, K), to, width);
+#endif
+            return;
+    }
+}
+
+int64_t prepared_bytes(const PanelProduct& p) {
+    const PanelForm form = form_of(p);
+    int64_t rows = round_up(p.M, TORCH_ROWS);
+    if (is_few(form) && p.M > 0) {
+        const Tile last(p.M, tiles_of(p.M) - 1);
+        rows = last.first + last.width;
+    }
+    return 4 * rows * words_of(form, p.matrix.K);
+}
+
+void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
+    const PanelForm form = form_of(p);
+    const int64_t K = p.matrix.K, words = words_of(form, K), end = first + rows;
+    uint32_t* to = (uint32_t*)p.prepared;
+    if (form == PanelForm::floats_rows || rows == 0) return;
+    if (form == PanelForm::pairs_rows) {
+        for (int64_t r = first; r < end; r++) write_row(form, p.x + r * p.x_row, K, to + r * words, 1);
+        if (end == p.M) std::memset(to + end * words, 0, size_t((round_up(end, TORCH_ROWS) - end) * words) * 4);
+        return;
+    }
+    for (int64_t r = first; r < end; r++) {
+        const Tile tile(p.M, r / TILE);
+        write_row(form, p.x + r * p.x_row, K, to + tile.first * words + (r - tile.first), tile.width);
+    }
+    if (end == p.M) {  // rows that only fill the last tile
+        const Tile tile(p.M, tiles_of(p.M) - 1);
+        for (int64_t r = tile.rows; r < tile.width; r++)
+            for (int64_t i = 0; i < words; i++) to[tile.first * words + i * tile.width + r] = 0;
+    }
+}
+
+void few_rows(const PanelProduct& p, PanelForm form, int64_t first, int64_t panels) {
+    const bool bytes = form == PanelForm::bytes;
+    const int64_t words = words_of(form, p.matrix.K), tiles = tiles_of(p.M);
+    auto choose = [&](const Matrix& m, int64_t width) {
+        return bytes ? bytes_sums(m, width, p.vnni) : dense_sums(m, width, p.bf16);
+    };
+    struct Sums {
+        FewSumsOf plain, up;
+    };
+    // All tiles but the last are full.
+    auto sums_of = [&](int64_t width) {
+        return Sums{choose(p.matrix, width), p.up ? choose(*p.up, width) : nullptr};
+    };
+    const Sums full = sums_of(TILE), last = sums_of(Tile(p.M, tiles - 1).width);
+    alignas(64) float sums[TILE * W], factors[TILE * W] = {};
+    for (int64_t panel = first; panel < first + panels; panel++)
+        for (int64_t t = 0; t < tiles; t++) {
+            const Tile tile(p.M, t);
+            const Sums& f = t + 1 < tiles ? full : last;
+            const uint32_t* x = (const uint32_t*)p.prepared + tile.first * words;
+            for (int64_t part = 0; part < LANES / W; part++) {
+                const int64_t column = panel * LANES + part * W;
+                if (column >= p.matrix.N) break;
+                f.plain(p.matrix, panel, part, x, sums);
+                if (p.up) f.up(*p.up, panel, part, x, factors);
+                for (int64_t r = 0; r < tile.rows; r++)
+                    finish(p, tile.first + r, column, load(sums + r * W), load(factors + r * W));
+            }
+        }
+}
+
+int64_t scratch_bytes(const PanelProduct& p) {
+    return is_few(form_of(p)) ? 0 : many_rows_scratch(p);
+}
+
+void product(const PanelProduct& p, int64_t first_panel, int64_t panels, void* scratch) {
+    if (p.M == 0 || panels == 0) return;
+    const PanelForm form = form_of(p);
+    if (is_few(form))
+        few_rows(p, form, first_panel, panels);
+    else
+        many_rows(p, first_panel, panels, scratch);
+}
+
+// Code of value k of a group in a plane of `bits` bits.
+inline uint32_t code_at(const uint8_t* plane, int bits, int64_t lane, int64_t k) {
+    const int64_t per_byte = 8 / bits, quad = k / 4;
+    const uint8_t byte = plane[quad / per_byte * 64 + lane * 4 + k % 4];
+    return uint32_t(byte) >> (quad % per_byte * bits) & ((1u << bits) - 1);
+}
+
+void panel_row(const Matrix& m, int64_t row, float* out) {
+    const uint8_t* panel = m.data + row / LANES * m.panel_bytes;
+    const int64_t lane = row % LANES;
+    if (m.format == Panel::f32) {
+        for (int64_t k = 0; k < m.K; k++) std::memcpy(out + k, panel + (k * LANES + lane) * 4, 4);
+        return;
+    }
+    if (m.format == Panel::bf16) {
+        for (int64_t k = 0; k < m.K; k++) {
+            bf16 value;
+            std::memcpy(&value, panel + (k / 2 * LANES + lane) * 4 + k % 2 * 2, 2);
+            out[k] = widen_scalar(value);
+        }
+        return;
+    }
+    const int first_bits = m.bits == 3 ? 2 : m.bits == 8 ? 8 : 4, second_bits = m.bits - first_bits;
+    for (int64_t k0 = 0; k0 < m.K; k0 += m.group, panel += group_bytes(m)) {
+        f16 numbers[2];
+        std::memcpy(numbers, panel + 2 * lane, 2);
+        std::memcpy(numbers + 1, panel + (m.zero < 0 ? 32 : 0) + 2 * lane, 2);
+        const float scale = widen_scalar(numbers[0]);
+        const float minimum = m.zero < 0 ? widen_scalar(numbers[1]) : scale * -float(m.zero);
+        const uint8_t *a = panel + (m.zero < 0 ? 64 : 32), *b = a + 2 * int64_t(m.group) * first_bits;
+        for (int64_t k = 0; k < std::min<int64_t>(m.group, m.K - k0); k++) {
+            uint32_t q = code_at(a, first_bits, lane, k);
+            if (second_bits) q |= code_at(b, second_bits, lane, k) << first_bits;
+            out[k0 + k] = m.unit * (scale * float(q) + minimum);
+        }
+    }
+}
+
+}  // namespace
+
+void panel_kernels(Kernels& table) {
+    table.panel_form = form_of;
+    table.panel_prepared_bytes = prepared_bytes;
+    table.panel_scratch_bytes = scratch_bytes;
+    table.panel_prepare = prepare;
+    table.panel_product = product;
+    table.panel_row = panel_row;
+}
+
+}  // namespace hasten

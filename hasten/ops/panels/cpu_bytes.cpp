@@ -1,0 +1,183 @@
+// Few rows times quantised panels, in integers: codes times int8 values, summed in int32 over a block of 32
+// (16 where the group has 16), then scaled and added in fp32. Memory is the limit: a tile of rows reads a
+// panel once.
+#include "layout.h"
+
+#if defined(__SSE2__) && !defined(__AVX2__)
+#include <emmintrin.h>
+#endif
+
+namespace hasten {
+namespace {
+
+// How four codes of a lane are multiplied with four int8 values and added to the lane's sum. `add` may keep
+// sums of another kind, which `finish` turns into int32 after at most 32 values.
+#if defined(__AVX512F__)
+struct BytesVNNI {
+    template <int BITS>
+    HASTEN_VNNI_TARGET static inline VI add(VI sum, VU q, int32_t x) {
+        return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)q, _mm512_set1_epi32(x));
+    }
+    template <int BITS>
+    static inline VI finish(VI sum) {
+        return sum;
+    }
+};
+#endif
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__)
+using Register = __m512i;
+#define HASTEN_I(name) _mm512_##name
+#else
+using Register = __m256i;
+#define HASTEN_I(name) _mm256_##name
+#endif
+struct BytesPlain {
+    template <int BITS>
+    static inline VI add(VI sum, VU q, int32_t x) {
+        const Register ones = HASTEN_I(set1_epi16)(1), xs = HASTEN_I(set1_epi32)(x);
+        if constexpr (BITS == 8) {  // two products of a code above 128 would not fit 16 bits
+            const Register low = (Register)(q & 0x00ff00ffu), high = HASTEN_I(srli_epi16)((Register)q, 8);
+            const Register x_low = HASTEN_I(srai_epi16)(HASTEN_I(slli_epi16)(xs, 8), 8),
+                           x_high = HASTEN_I(srai_epi16)(xs, 8);
+            return sum + (VI)HASTEN_I(madd_epi16)(low, x_low) + (VI)HASTEN_I(madd_epi16)(high, x_high);
+        }
+        const Register pairs = HASTEN_I(maddubs_epi16)((Register)q, xs);
+        // 8 times 2 products of at most 15 * 127 fit 16 bits.
+        if constexpr (BITS <= 4) return (VI)HASTEN_I(add_epi16)((Register)sum, pairs);
+        return sum + (VI)HASTEN_I(madd_epi16)(pairs, ones);
+    }
+    template <int BITS>
+    static inline VI finish(VI sum) {
+        if constexpr (BITS <= 4) return (VI)HASTEN_I(madd_epi16)((Register)sum, HASTEN_I(set1_epi16)(1));
+        return sum;
+    }
+};
+#elif defined(__SSE2__)
+struct BytesPlain {
+    template <int BITS>
+    static inline VI add(VI sum, VU q, int32_t x) {
+        const __m128i xs = _mm_set1_epi32(x);
+        const __m128i low = (__m128i)(q & 0x00ff00ffu), high = _mm_srli_epi16((__m128i)q, 8);
+        const __m128i x_low = _mm_srai_epi16(_mm_slli_epi16(xs, 8), 8), x_high = _mm_srai_epi16(xs, 8);
+        return sum + (VI)_mm_madd_epi16(low, x_low) + (VI)_mm_madd_epi16(high, x_high);
+    }
+    template <int BITS>
+    static inline VI finish(VI sum) {
+        return sum;
+    }
+};
+#else
+struct BytesPlain {
+    template <int BITS>
+    static inline VI add(VI sum, VU q, int32_t x) {
+        for (int i = 0; i < 4; i++) sum += (VI)((q >> (8 * i)) & 255u) * int32_t(int8_t(x >> (8 * i)));
+        return sum;
+    }
+    template <int BITS>
+    static inline VI finish(VI sum) {
+        return sum;
+    }
+};
+#endif
+
+template <class Bytes, int BITS, int U, int MR>
+HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a,
+                                                                        const uint8_t* b, const uint32_t* x,
+                                                                        const uint32_t* scales,
+                                                                        const uint32_t* sums, VF scale,
+                                                                        VF minimum) {
+    VI sum[MR];
+    for (int m = 0; m < MR; m++) sum[m] = VI{};
+#pragma GCC unroll 8
+    for (int u = 0; u < U; u++) {
+        const VU q = Codes<BITS, U>::unit(a, b, u);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++)
+            sum[m] = Bytes::template add<BITS>(sum[m], q, int32_t(x[u * MR + m]));
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+        const VF products = __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF);
+        y[m] = y[m] + products * float_at(scales + m) * scale;
+        y[m] = y[m] + minimum * float_at(sums + m);
+    }
+}
+
+// So far ahead lines are fetched, across the end of a panel into the next.
+constexpr int64_t AHEAD = 2048;
+
+template <class Bytes, int BITS, int U, int MR>
+HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
+    using C = Codes<BITS, U>;
+    const Groups<BITS, U> groups(m);
+    VF y[MR];
+    for (int i = 0; i < MR; i++) y[i] = VF{};
+    const uint8_t* group = groups.panel(m, panel);
+    int64_t left = ceil_div(m.K, 4 * U);
+    int half = 0;
+    for (; left > 0; left -= groups.blocks, group += groups.bytes) {
+        const VF scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
+        const uint8_t *a = groups.a(group, part), *b = a + groups.b_at;
+        const int64_t blocks = std::min(left, groups.blocks);
+        __builtin_prefetch(group + AHEAD);
+        for (int64_t i = 0; i < blocks; i++, a += C::a_step, b += C::b_step) {
+#pragma GCC unroll 8
+            for (int64_t at = 0; at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
+            if constexpr (C::b_step > 0) __builtin_prefetch(b + AHEAD);
+            if constexpr (U == 8) {
+                add_block<Bytes, BITS, U, MR>(y, a, b, x, x + 8 * MR, x + 9 * MR, scale, minimum);
+                x += BLOCK_WORDS * MR;
+            } else {
+                add_block<Bytes, BITS, U, MR>(y, a, b, x + half * 4 * MR, x + 8 * MR, x + (10 + half) * MR,
+                                              scale, minimum);
+                x += half * BLOCK_WORDS * MR;
+                half ^= 1;
+            }
+        }
+    }
+    for (int i = 0; i < MR; i++) store(out + i * W, y[i]);
+}
+
+template <class Bytes, int BITS, int U>
+FewSumsOf of_width(int64_t width) {
+    switch (width) {
+        case 1:
+            return sums_of<Bytes, BITS, U, 1>;
+        case 2:
+            return sums_of<Bytes, BITS, U, 2>;
+        case 4:
+            return sums_of<Bytes, BITS, U, 4>;
+        default:
+            return sums_of<Bytes, BITS, U, TILE>;
+    }
+}
+
+template <class Bytes>
+FewSumsOf of_format(const Matrix& m, int64_t width) {
+    const bool small = m.group == 16;
+    switch (m.bits) {
+        case 3:
+            return of_width<Bytes, 3, 8>(width);
+        case 4:
+            return small ? of_width<Bytes, 4, 4>(width) : of_width<Bytes, 4, 8>(width);
+        case 5:
+            return of_width<Bytes, 5, 8>(width);
+        case 6:
+            return small ? of_width<Bytes, 6, 4>(width) : of_width<Bytes, 6, 8>(width);
+        default:
+            return small ? of_width<Bytes, 8, 4>(width) : of_width<Bytes, 8, 8>(width);
+    }
+}
+
+}  // namespace
+
+FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni) {
+#if defined(__AVX512F__)
+    if (vnni) return of_format<BytesVNNI>(m, width);
+#endif
+    return of_format<BytesPlain>(m, width);
+}
+
+}  // namespace hasten

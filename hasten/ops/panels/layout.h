@@ -1,0 +1,188 @@
+// What preparing rows and multiplying them share: forms, tiles of rows, codes of a block, the end of a product.
+#pragma once
+
+#include <algorithm>
+
+#include "../_cpu/gemm.h"
+#include "../_cpu/rows.h"
+#include "../activation/kinds.h"
+#include "cpu.h"
+
+#if defined(__AVX512F__)
+// Compiled for AVX512-VNNI whatever the level's flags are; called only where the processor has it.
+#define HASTEN_VNNI_TARGET __attribute__((target("avx512vnni")))
+#else
+#define HASTEN_VNNI_TARGET
+#endif
+
+namespace hasten {
+
+namespace {
+
+constexpr int64_t LANES = PANEL_ROWS;
+// Rows of x that one pass over a panel serves.
+constexpr int64_t TILE = W == 16 ? 8 : 4;
+// Values of x with one scale.
+constexpr int64_t BLOCK = 32;
+// Four-byte words of a row that a block takes: 8 of int8 values, the scale, and scale times the sum of all
+// values, of the first 16 and of the last 16.
+constexpr int64_t BLOCK_WORDS = 12;
+// Units of k whose products are summed before they are added to the total. The same for few and for many
+// rows, so that a row's result does not depend on how many others there are.
+constexpr int64_t UNITS = 128;
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+inline int64_t round_up(int64_t a, int64_t b) {
+    return ceil_div(a, b) * b;
+}
+
+inline PanelForm form_of(const PanelProduct& p) {
+    const Panel format = p.matrix.format;
+    if (format == Panel::quantised && p.M <= (p.vnni ? 32 : 8)) return PanelForm::bytes;
+    const bool pairs = p.bf16 && format != Panel::f32;
+    if (format == Panel::quantised || p.M > 8) return pairs ? PanelForm::pairs_rows : PanelForm::floats_rows;
+    return pairs ? PanelForm::pairs : PanelForm::floats;
+}
+
+inline bool is_few(PanelForm form) {
+    return form != PanelForm::pairs_rows && form != PanelForm::floats_rows;
+}
+
+// Four-byte words of one prepared row.
+inline int64_t words_of(PanelForm form, int64_t K) {
+    switch (form) {
+        case PanelForm::bytes:
+            return ceil_div(K, BLOCK) * BLOCK_WORDS;
+        case PanelForm::pairs:
+            return ceil_div(K, 2);
+        case PanelForm::floats:
+            return round_up(K, 2);
+        case PanelForm::pairs_rows:  // torch's product takes whole tiles of 32 values
+            return round_up(K, 32) / 2;
+        default:
+            return 0;
+    }
+}
+
+// Few rows lie in tiles, word after word, each word for all rows of the tile. Widths are 1, 2, 4 and 8: a tile
+// of other height ends in rows of zeros.
+struct Tile {
+    int64_t first, rows, width;
+    Tile(int64_t M, int64_t index) : first(index * TILE), rows(std::min(TILE, M - first)) {
+        width = rows > 4 ? 8 : rows > 2 ? 4 : rows;
+    }
+};
+inline int64_t tiles_of(int64_t M) {
+    return ceil_div(M, TILE);
+}
+
+inline float float_at(const uint32_t* p) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+inline VU load_words(const void* p) {
+    VU v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Codes of a block of 4 U values of k: U = 8, or 4 where the group has 16. `a` and `b` are the first and the
+// second plane at the block, shifted to the part's lanes.
+template <int BITS, int U>
+struct Codes {
+    static constexpr int first_bits = BITS == 3 ? 2 : BITS == 8 ? 8 : 4;
+    static constexpr int second_bits = BITS - first_bits;
+    static constexpr int64_t a_step = 8 * U * first_bits, b_step = 8 * U * second_bits;
+
+    // The codes of k = 4u .. 4u + 3, one in each byte of a lane.
+    static inline VU unit(const uint8_t* a, const uint8_t* b, int u) {
+        VU q = field<first_bits>(a, u);
+        if constexpr (second_bits == 1) {
+            constexpr uint32_t mask = 0x01010101u << first_bits;
+            const VU v = load_words(b);
+            q |= (u > first_bits ? v >> (u - first_bits) : v << (first_bits - u)) & mask;
+        } else if constexpr (second_bits == 2) {
+            q |= field<2>(b, u) << first_bits;
+        }
+        return q;
+    }
+
+    template <int bits>
+    static inline VU field(const uint8_t* plane, int u) {
+        constexpr int per_byte = 8 / bits;
+        const VU v = load_words(plane + u / per_byte * 64);
+        if constexpr (bits == 8) return v;
+        constexpr uint32_t mask = 0x01010101u * ((1 << bits) - 1);
+        return (v >> (u % per_byte * bits)) & mask;
+    }
+};
+
+// Where a group's numbers lie, for one part of the lanes.
+template <int BITS, int U>
+struct Groups {
+    int64_t bytes, header, b_at, blocks;
+    float zero;
+    bool minima;
+
+    explicit Groups(const Matrix& m)
+        : bytes(group_bytes(m)),
+          header(m.zero < 0 ? 64 : 32),
+          b_at(2 * int64_t(m.group) * Codes<BITS, U>::first_bits),
+          blocks(m.group / (4 * U)),
+          zero(float(m.zero)),
+          minima(m.zero < 0) {}
+
+    static const uint8_t* panel(const Matrix& m, int64_t index) { return m.data + index * m.panel_bytes; }
+    VF scale(const uint8_t* group, int64_t part) const { return widen_f16(load_half(group + part * 2 * W)); }
+    VF minimum(const uint8_t* group, int64_t part, VF scale) const {
+        return minima ? widen_f16(load_half(group + 32 + part * 2 * W)) : scale * -zero;
+    }
+    const uint8_t* a(const uint8_t* group, int64_t part) const { return group + header + part * 4 * W; }
+};
+
+inline VF activated(int32_t kind, VF v) {
+    VF y = v;
+    with_kind(Kind(kind), [&](auto k) { y = decltype(k)::of(v).value; });
+    return y;
+}
+
+template <class Lanes>
+inline VF with_bias(const Matrix& m, int64_t column, VF sum, Lanes lanes) {
+    if (m.format == Panel::quantised) sum = sum * m.unit;
+    return m.bias ? sum + get(m.bias + column, lanes) : sum;
+}
+
+template <class Lanes>
+inline void finish_lanes(const PanelProduct& p, int64_t row, int64_t column, VF sum, VF up, Lanes lanes) {
+    VF v = with_bias(p.matrix, column, sum, lanes);
+    if (p.kind != NO_ACTIVATION) v = activated(p.kind, v);
+    if (p.up) v = v * with_bias(*p.up, column, up, lanes);
+    v = v * p.scale;
+    if (p.residual) v = v + get(p.residual + row * p.residual_row + column, lanes);
+    put(p.y + row * p.y_row + column, v, lanes);
+}
+
+// From sums over k to y, for columns [column, column + W) of a row.
+inline void finish(const PanelProduct& p, int64_t row, int64_t column, VF sum, VF up) {
+    const int64_t left = p.matrix.N - column;
+    if (left >= W)
+        finish_lanes(p, row, column, sum, up, Full{});
+    else
+        finish_lanes(p, row, column, sum, up, int(left));
+}
+
+}  // namespace
+
+// Sums over k of W columns (part `part` of the panel) for a tile of rows, into out[width].
+using FewSumsOf = void (*)(const Matrix&, int64_t panel, int64_t part, const uint32_t* x, float* out);
+FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni);
+FewSumsOf dense_sums(const Matrix& m, int64_t width, bool bf16);
+
+void many_rows(const PanelProduct& p, int64_t first_panel, int64_t panels, void* scratch);
+int64_t many_rows_scratch(const PanelProduct& p);
+
+}  // namespace hasten
