@@ -4,9 +4,13 @@ HastenError
 ├── UserError            the caller asked for something that cannot be done; the command line exits with 2
 │   ├── ConfigError      a setting: unknown key, value out of range, settings that contradict each other
 │   ├── InputError       a file, folder, model or text that is missing, empty or malformed
-│   └── ShapeError       an operator was given shapes or dtypes that do not fit
+│   ├── ShapeError       an operator was given shapes or dtypes that do not fit
+│   └── ContextError     a prompt is longer than what the model or the cache can hold
 ├── CaptureError         a block could not be captured or rewritten; the original runs instead
-└── CheckpointError      a checkpoint is damaged or incomplete
+├── CheckpointError      a checkpoint is damaged or incomplete
+└── ServeError           a request could not be served, through no fault of its own
+    ├── QueueFull        too many requests wait already; try again later
+    └── EngineStopped    the engine takes no requests: it was stopped, or it cannot go on
 
 A message names what was wrong, what was given, what is allowed and the nearest that works.
 """
@@ -37,12 +41,28 @@ class ShapeError(UserError):
     """An operator was given shapes or dtypes that do not fit together."""
 
 
+class ContextError(UserError):
+    """A prompt is longer than what the model or the cache can hold."""
+
+
 class CaptureError(HastenError):
     """A block could not be captured or rewritten; carries the reason that the report prints."""
 
 
 class CheckpointError(HastenError):
     """A checkpoint is damaged or incomplete."""
+
+
+class ServeError(HastenError):
+    """A request could not be served, through no fault of its own."""
+
+
+class QueueFull(ServeError):  # noqa: N818
+    """Too many requests wait already; the same request may succeed later."""
+
+
+class EngineStopped(ServeError):  # noqa: N818
+    """The engine takes no requests: it was stopped, or it cannot go on; the message says which."""
 
 
 # A folder can hold thousands of names; a message that lists them all hides what it says.
