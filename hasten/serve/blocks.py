@@ -1,17 +1,18 @@
 """Blocks of the paged cache: who holds them, and which of them hold a known beginning of a prompt.
 
-A block has as many holders as sequences whose tables name it. A block that is full of tokens that will not change
-gets a key, a hash of all tokens up to its end; a sequence that begins with the same tokens takes it over. Nobody
-writes to a block that has a key or a second holder: who must, copies it first. A block without a holder is free; if
-it has a key it is kept, and given away only when no other is free, the one not used for the longest time first.
-"""
+A block has as many holders as sequences whose tables name it. A block that is full of tokens that will not
+change gets a key, a hash of all tokens up to its end; a sequence that begins with the same tokens takes it
+over. Nobody writes to a block that has a key or a second holder: who must, copies it first. A block without a
+holder is free; if it has a key it is kept, and given away only when no other is free, the one not used for
+the longest time first."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from hasten.base.errors import ConfigError
@@ -131,8 +132,9 @@ class BlockManager:
             least = 1 if group.window_tokens is None else most_blocks(group.window_tokens)
             if group.blocks < min(least, blocks_of(context_tokens)):
                 raise ConfigError(
-                    f"cache group {number} with a window of {group.window_tokens} tokens has {group.blocks} blocks "
-                    f"of {BLOCK_TOKENS} tokens; one sequence needs at least {least}: give the cache more memory"
+                    f"cache group {number} with a window of {group.window_tokens} tokens has {group.blocks} "
+                    f"blocks of {BLOCK_TOKENS} tokens; one sequence needs at least {least}: give the cache more "
+                    "memory"
                 )
         self.most_blocks = blocks_of(self.context_tokens)
         self.query_tokens = 0
@@ -218,8 +220,8 @@ class BlockManager:
         return max(start, end)
 
     def advance(self, sequence: Sequence, computed: int) -> None:
-        """Tokens up to `computed` are in the cache for good: publishes whole blocks, gives back those before the
-        window."""
+        """Tokens up to `computed` are in the cache for good: publishes whole blocks, gives back those before
+        the window."""
         sequence.computed = computed
         whole = computed // BLOCK_TOKENS
         for table, pool, group in zip(sequence.tables, self.pools, self.groups, strict=True):
@@ -240,14 +242,15 @@ class BlockManager:
                     self.changes += 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares all blocks of the parent."""
+        """The child shares the blocks of what the parent has computed."""
         child.computed = parent.computed
         child.keys = list(parent.keys)
         child.tables = [BlockTable(self.most_blocks) for _ in self.groups]
         for table, source, pool in zip(child.tables, parent.tables, self.pools, strict=True):
-            table.blocks[:] = source.blocks
-            table.first, table.end, table.published = source.first, source.end, source.published
-            for block in source.blocks[source.first : source.end].tolist():
+            end = min(source.end, blocks_of(parent.computed))
+            table.first, table.end, table.published = source.first, end, source.published
+            table.blocks[table.first : end] = source.blocks[table.first : end]
+            for block in table.blocks[table.first : end].tolist():
                 pool.hold(block)
 
     def release(self, sequence: Sequence) -> None:

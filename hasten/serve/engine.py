@@ -1,8 +1,8 @@
-"""The engine: takes requests from any thread, runs steps in a thread of its own, gives out text as it comes."""
+"""The engine: takes requests from any thread, runs steps in a thread of its own, gives out text as it
+comes."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import threading
@@ -54,8 +54,8 @@ class EngineSettings:
     """Most requests that wait; more are refused with QueueFull."""
 
     prefill_tokens: int | None = None
-    """Most rows of prompts in a step in which other sequences decode, which bounds the time between their tokens;
-    None: as many as the runner takes."""
+    """Most rows of prompts in a step in which other sequences decode, which bounds the time between their
+    tokens; None: as many as the runner takes."""
 
     prefix_cache: bool = True
     """Whether prompts take over what earlier ones with the same beginning computed."""
@@ -67,14 +67,20 @@ class EngineSettings:
     """Tokens with which the model ends an answer."""
 
     def __post_init__(self) -> None:
-        for name, least in {"max_sequences": 1, "max_queue": 1, "prefill_tokens": 1, "draft_tokens": 0}.items():
+        for name, least in {
+            "max_sequences": 1,
+            "max_queue": 1,
+            "prefill_tokens": 1,
+            "draft_tokens": 0,
+        }.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} = {value}: must be at least {least}")
 
 
 class Engine:
-    """Continuous batching over a runner; one thread runs the steps, and sleeps when there is nothing to do."""
+    """Continuous batching over a runner; one thread runs the steps, and sleeps when there is nothing to
+    do."""
 
     def __init__(
         self,
@@ -84,8 +90,8 @@ class Engine:
         observer: Observer | None = None,
         sampling: Any = None,
     ):
-        """`tokenizer` None: prompts are tokens and deltas have no text. `sampling`: what has SamplingParams, Sampler
-        and sample; `hasten.serve.sampling` unless given.
+        """`tokenizer` None: prompts are tokens and deltas have no text. `sampling`: what has SamplingParams,
+        Sampler and sample; `hasten.serve.sampling` unless given.
 
         Raises:
             ConfigError: the runner's cache is too small for one sequence.
@@ -159,7 +165,8 @@ class Engine:
             raise EngineStopped(f"the engine takes no requests: {self._stopped}")
         if self._queued >= self.settings.max_queue:
             raise QueueFull(
-                f"{self._queued} requests wait already (max_queue = {self.settings.max_queue}): try again later"
+                f"{self._queued} requests wait already (max_queue = {self.settings.max_queue}): try again "
+                "later"
             )
 
     def _prompt(self, request: Request, params: SamplingParams) -> list[int]:
@@ -175,8 +182,8 @@ class Engine:
         most = self._blocks.context_tokens
         if len(tokens) >= most:
             raise ContextError(
-                f"the prompt has {len(tokens)} tokens, but the context is {most} tokens, of which at least one is for "
-                f"the answer: shorten the prompt to at most {most - 1} tokens"
+                f"the prompt has {len(tokens)} tokens, but the context is {most} tokens, of which at least one "
+                f"is for the answer: shorten the prompt to at most {most - 1} tokens"
             )
         if min(tokens) < 0 or max(tokens) >= self.runner.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.runner.vocab_size)
@@ -190,16 +197,14 @@ class Engine:
     def _sequence(
         self, stream: Stream, index: int, tokens: Items[int], params: SamplingParams, now_s: float
     ) -> Sequence:
-        if index and params.seed is not None:
-            params = dataclasses.replace(params, seed=params.seed + index)
-        sampler = self._sampling.Sampler(params, tokens, self.runner.vocab_size)
+        eos = self.settings.eos_tokens
+        sampler = self._sampling.Sampler(params, tokens, self.runner.vocab_size, eos=eos, choice=index)
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = Detokenizer(self.tokenizer, tokens, stream.request.skip_special_tokens)
         text = TextOutput(detokenizer, params.stop)
         sequence = Sequence(stream, index, tokens, params, sampler, text, stream.request.salt)
-        eos = () if params.ignore_eos else self.settings.eos_tokens
-        sequence.stop_tokens = frozenset((*eos, *params.stop_tokens))
+        sequence.stop_tokens = frozenset((*(() if params.ignore_eos else eos), *params.stop_tokens))
         sequence.submitted_s = now_s
         return sequence
 
@@ -210,8 +215,8 @@ class Engine:
                 self._changed.notify()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests, finishes what it has within `drain_s` seconds, ends the rest with an error, and
-        returns when the thread has ended."""
+        """Takes no more requests, finishes what it has within `drain_s` seconds, ends the rest with an error,
+        and returns when the thread has ended."""
         with self._changed:
             if self._stopped is None:
                 self._stopped = "it was stopped"
@@ -301,4 +306,3 @@ class Engine:
                     sequence.state = State.FINISHED
                     message = f"the engine stopped: {first_line(error)}"
                     job.stream.push(Delta("", (), None, "error", None, sequence.index, message))
-

@@ -10,7 +10,8 @@ from hasten.serve.stream import FinishReason
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. Counts and tokens since the start, except `running`, `waiting`, `pools` and `cache_usage`."""
+    """A snapshot. Counts and tokens since the start, except `running`, `waiting`, `pools` and
+    `cache_usage`."""
 
     running: int
     waiting: int
@@ -57,7 +58,9 @@ class Observer:
     def tokens(self, since_last_s: float, count: int) -> None:
         """A choice has `count` further tokens, more than one where a draft was kept."""
 
-    def finished(self, reason: FinishReason, total_s: float, prompt_tokens: int, completion_tokens: int) -> None:
+    def finished(
+        self, reason: FinishReason, total_s: float, prompt_tokens: int, completion_tokens: int
+    ) -> None:
         """A choice ended."""
 
     def step(self, rows: int, sequences: int, duration_s: float) -> None:

@@ -25,7 +25,8 @@ class Group:
 
 @dataclass
 class Step:
-    """Rows of one call; T rows, S sequences, L rows whose logits are wanted. All arrays are int32, contiguous.
+    """Rows of one call; T rows, S sequences, L rows whose logits are wanted. All arrays are int32,
+    contiguous.
 
     They are views of buffers that the next step writes again: a runner that keeps one keeps a copy.
     """
@@ -64,8 +65,8 @@ class Runner(Protocol):
     groups: tuple[Group, ...]
 
     def run(self, step: Step) -> np.ndarray:
-        """Writes the keys and values of all rows to their blocks, then attends; a row at position p sees its own
-        sequence up to p.
+        """Writes the keys and values of all rows to their blocks, then attends; a row at position p sees its
+        own sequence up to p.
 
         Returns: fp32 logits [L, vocab_size], valid until the next call.
         """

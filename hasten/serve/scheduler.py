@@ -1,13 +1,12 @@
 """Which rows the next step runs.
 
 Sequences run in the order of their arrival. Each step takes the row of every decoding sequence, then rows of
-prompts (a prompt is cut into pieces that fit) up to the runner's limit, then admits those that wait while there is
-room. A decoding sequence that needs a block when none is free takes one from the youngest: that one loses all its
-blocks and waits again, first in line, and computes its tokens anew, which changes none of them.
+prompts (a prompt is cut into pieces that fit) up to the runner's limit, then admits those that wait while
+there is room. A decoding sequence that needs a block when none is free takes one from the youngest: that one
+loses all its blocks and waits again, first in line, and computes its tokens anew, which changes none of them.
 
-Someone always advances: the oldest decoding sequence can take blocks from all younger ones; where nobody decodes,
-the oldest prompt takes them from younger prompts; and one sequence alone fits into the cache.
-"""
+Someone always advances: the oldest decoding sequence can take blocks from all younger ones; where nobody
+decodes, the oldest prompt takes them from younger prompts; and one sequence alone fits into the cache."""
 
 from __future__ import annotations
 
@@ -59,8 +58,9 @@ class Scheduler:
         prefill_tokens: int | None = None,
         draft_tokens: int = 0,
     ):
-        """`max_sequences`: most that run together. `prefill_tokens`: most rows of prompts in a step in which others
-        decode, which bounds the time between their tokens; None: as many as fit. `draft_tokens`: longest draft."""
+        """`max_sequences`: most that run together. `prefill_tokens`: most rows of prompts in a step in which
+        others decode, which bounds the time between their tokens; None: as many as fit. `draft_tokens`:
+        longest draft."""
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -142,8 +142,8 @@ class Scheduler:
 
     def _plan_decodes(self, entries: list[Entry]) -> None:
         decoding = [sequence for sequence in self.running if sequence.state is State.DECODE]
-        # Drafts share the rows that are left when each running sequence has one; where blocks are short there are
-        # none, since nobody should lose blocks to a guess.
+        # Drafts share the rows that are left when each running sequence has one; where blocks are short there
+        # are none, since nobody should lose blocks to a guess.
         spare = 0
         if self._draft_tokens and decoding and self.blocks.least_available > len(decoding):
             spare = min(self._step_tokens, self._step_logits) - len(self.running)
@@ -230,11 +230,14 @@ class Scheduler:
             budget -= self._plan_prompt(entries, sequence, budget, may_preempt=False)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether all running prompts and this one can be computed, and each that runs can get one block more."""
+        """Whether all running prompts and this one can be computed, and each that runs can get one block
+        more."""
         lacks = self.blocks.lacking(sequence)
         for other in self.running:
             if other.state is State.PREFILL:
-                lacks = [mine + theirs for mine, theirs in zip(lacks, self.blocks.lacking(other), strict=True)]
+                lacks = [
+                    mine + theirs for mine, theirs in zip(lacks, self.blocks.lacking(other), strict=True)
+                ]
         spare = len(self.running)
         return all(
             lack + spare <= pool.available for lack, pool in zip(lacks, self.blocks.pools, strict=True)

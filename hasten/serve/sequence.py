@@ -48,10 +48,9 @@ class BlockTable:
 class Sequence:
     """State of one choice. Only the engine's thread touches it after it was submitted.
 
-    Keys and values of tokens[:computed] are in the cache. Prefill is computing more than one token or the first;
-    a decoding sequence has len(tokens) == computed + 1. Both are the same work: rows computed .. len(tokens) - 1,
-    the last of which gives the next token.
-    """
+    Keys and values of tokens[:computed] are in the cache. Prefill is computing more than one token or the
+    first; a decoding sequence has len(tokens) == computed + 1. Both are the same work: rows computed ..
+    len(tokens) - 1, the last of which gives the next token."""
 
     __slots__ = (
         "accepted_tokens",
@@ -70,8 +69,8 @@ class Sequence:
         "lookup",
         "params",
         "prompt_length",
-        "sampler",
         "salt",
+        "sampler",
         "started_s",
         "state",
         "stop_tokens",
@@ -126,9 +125,15 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.arrival}, {self.state.value}, {self.computed} of {len(self.tokens)} tokens computed, "
-            f"prompt {self.prompt_length})"
+            f"Sequence({self.arrival}, {self.state.value}, {self.computed} of {len(self.tokens)} tokens computed,"
+            f" prompt {self.prompt_length})"
         )
+
+    @property
+    def grammar_finished(self) -> bool:
+        """Whether the request's grammar lets nothing more follow."""
+        matcher = self.sampler.matcher
+        return matcher is not None and matcher.finished
 
     @property
     def remaining(self) -> int:

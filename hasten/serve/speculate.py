@@ -1,10 +1,9 @@
-"""Drafts from the sequence itself (prompt lookup): where its last tokens stood before, what followed may follow
-again. A draft's tokens go through the model as rows of one step; those that the model itself would have chosen
-are kept, so the output is the same as without drafts.
+"""Drafts from the sequence itself (prompt lookup): where its last tokens stood before, what followed may
+follow again. A draft's tokens go through the model as rows of one step; those that the model itself would
+have chosen are kept, so the output is the same as without drafts.
 
-Saxena, Prompt Lookup Decoding (2023). How many tokens are worth drafting: the j-th is kept with probability p^j, so
-it pays while p^j is above the share of a step's time that one more row takes.
-"""
+Saxena, Prompt Lookup Decoding (2023). How many tokens are worth drafting: the j-th is kept with probability
+p^j, so it pays while p^j is above the share of a step's time that one more row takes."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class _Lookup:
 
 
 class PromptLookup:
-    """Drafts for one sequence. Runs of three tokens are looked up first, then of two; each kind stops by itself
-    where its drafts are refused, and tries again after a pause that doubles."""
+    """Drafts for one sequence. Runs of three tokens are looked up first, then of two; each kind stops by
+    itself where its drafts are refused, and tries again after a pause that doubles."""
 
     def __init__(self, tokens: Sequence[int], most_tokens: int):
         """`most_tokens`: longest draft."""
@@ -59,8 +58,8 @@ class PromptLookup:
     def draft(self, tokens: Sequence[int], most: int, row_share: float | None) -> list[int]:
         """Tokens that may follow `tokens`, which extend those of the last call; at most `most`.
 
-        `row_share`: time of one more row as a share of the step's time for one token, in (0, 1]; None: not known.
-        """
+        `row_share`: time of one more row as a share of the step's time for one token, in (0, 1]; None: not
+        known."""
         self._read(tokens)
         self._used = None
         count = len(tokens)
@@ -98,8 +97,8 @@ class PromptLookup:
 
 
 class RowCost:
-    """What one more row costs, from the times of steps that only decode: a line through (rows, seconds), in which
-    older steps count for less."""
+    """What one more row costs, from the times of steps that only decode: a line through (rows, seconds), in
+    which older steps count for less."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -115,8 +114,8 @@ class RowCost:
         self._rows_seconds = fade * self._rows_seconds + rows * seconds
 
     def share(self, sequences: int) -> float | None:
-        """Time of one more row over the time for one token of a step of `sequences` rows; None: not known yet,
-        which it is while all steps had the same number of rows."""
+        """Time of one more row over the time for one token of a step of `sequences` rows; None: not known
+        yet, which it is while all steps had the same number of rows."""
         if self._weight < 4:
             return None
         spread = self._rows_rows - self._rows * self._rows / self._weight

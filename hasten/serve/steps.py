@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hasten.base.errors import first_line
+from hasten.base.errors import HastenError, first_line
 from hasten.serve.blocks import BlockManager
 from hasten.serve.observe import Observer
 from hasten.serve.runner import Runner
@@ -113,7 +114,9 @@ class Steps:
             self._observer.started(begin_s - sequence.submitted_s)
         if plan is None:
             if self.jobs:
-                raise RuntimeError(f"no sequence can run: {self._scheduler.running}, {self._scheduler.waiting}")
+                raise RuntimeError(
+                    f"no sequence can run: {self._scheduler.running}, {self._scheduler.waiting}"
+                )
             return
         run_s = perf_counter()
         try:
@@ -155,7 +158,8 @@ class Steps:
         return turns
 
     def _choose(self, turns: list[_Turn], logits: np.ndarray) -> None:
-        """Chooses the next token of each turn; where it is the drafted one, also the token after it, and so on.
+        """Chooses the next token of each turn; where it is the drafted one, also the token after it, and so
+        on.
 
         Each token is chosen from the same logits and by the same state as without drafts.
         """
@@ -164,17 +168,24 @@ class Steps:
             rows = [turn.row + len(turn.sampled) for turn in active]
             again = []
             for turn, sampled in zip(active, self._sample(logits, rows, active), strict=True):
+                sequence = turn.sequence
                 if isinstance(sampled, Exception):
                     turn.sampled = []
-                    self._end(turn.sequence, "error", first_line(sampled))
+                    self._end(sequence, "error", first_line(sampled))
+                    continue
+                try:
+                    sequence.sampler.accept(sampled.token)
+                except HastenError as error:
+                    turn.sampled = []
+                    self._end(sequence, "error", first_line(error))
                     continue
                 place = len(turn.sampled)
                 turn.sampled.append(sampled)
-                turn.sequence.sampler.accept(sampled.token)
                 if (
                     place < len(turn.draft)
                     and sampled.token == turn.draft[place]
-                    and sampled.token not in turn.sequence.stop_tokens
+                    and sampled.token not in sequence.stop_tokens
+                    and not sequence.grammar_finished
                 ):
                     again.append(turn)
             active = again
@@ -213,6 +224,10 @@ class Steps:
             text += piece
             if found:
                 reason = "stop"
+                break
+            if sequence.grammar_finished and sampled is turn.sampled[-1]:
+                reason = "stop"
+                text += output.flush()
                 break
             if sequence.completion_tokens == params.max_tokens or len(sequence.tokens) >= context:
                 reason = "length"
@@ -277,19 +292,19 @@ class Steps:
 
     def _close(self, sequence: Sequence, delta: Delta) -> None:
         """Gives out the last delta of a choice, whose blocks are free already."""
-        assert delta.finish_reason is not None
+        reason = delta.finish_reason
+        assert reason is not None  # it is the last
         job = self.jobs[sequence.stream]
         job.open -= 1
         now_s = perf_counter()
-        self.finished[delta.finish_reason] += 1
+        self.finished[reason] += 1
         if job.open == 0:
             del self.jobs[sequence.stream]
             delta = delta._replace(usage=_usage(job, now_s))
             if job.sequences[0].started_s is None:
                 self._leave_queue()
-        self._observer.finished(
-            delta.finish_reason, now_s - sequence.submitted_s, sequence.prompt_length, sequence.completion_tokens
-        )
+        total_s = now_s - sequence.submitted_s
+        self._observer.finished(reason, total_s, sequence.prompt_length, sequence.completion_tokens)
         sequence.stream.push(delta)
 
     def _fail(self, plan: Plan, error: Exception) -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hasten.serve.sampling import Sampled, SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""`stop`: the model ended, or a stop token or stop string came; `length`: max_tokens or the context is used up;
-`cancelled`: the caller gave up; `error`: see the delta's `error`."""
+"""`stop`: the model ended, or a stop token or stop string came; `length`: max_tokens or the context is used
+up; `cancelled`: the caller gave up; `error`: see the delta's `error`."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,18 @@ class Usage(NamedTuple):
 class Delta(NamedTuple):
     """The next piece of one choice.
 
-    `text` may be empty while a character or a possible stop string is incomplete; the tokens are there all the
-    same, so text can come with later tokens than its own. `logprobs` has an entry for each token when the
-    request asks for them. `usage` comes once, with the last delta of the stream.
-    """
+    `text` may be empty while a character or a possible stop string is incomplete; the tokens are there all
+    the same, so text can come with later tokens than its own. `logprobs` has an entry for each token when the
+    request asks for them. `usage` comes once, with the last delta of the stream."""
 
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[Sampled, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    """Which of the request's choices."""
+
     error: str | None = None
 
 
@@ -94,7 +95,8 @@ class Completion:
 
 
 class Stream:
-    """The answer to one request: iterate over it, or `async for`, by one consumer; ends after the last choice.
+    """The answer to one request: iterate over it, or `async for`, by one consumer; ends after the last
+    choice.
 
     Leaving it as a context manager cancels what is not finished.
     """
@@ -114,15 +116,15 @@ class Stream:
         return self._open == 0
 
     def cancel(self) -> None:
-        """Gives up: blocks are free before the next step; choices still open end with `cancelled`. Any thread."""
+        """Gives up: blocks are free before the next step; choices still open end with `cancelled`. Any
+        thread."""
         self._cancel(self)
 
     def push(self, delta: Delta) -> None:
         """Called by the engine's thread.
 
-        The consumer registers its waiter before it looks again at the queue, and the queue is filled here before
-        the waiter is looked at, so one of the two always sees the other.
-        """
+        The consumer registers its waiter before it looks again at the queue, and the queue is filled here
+        before the waiter is looked at, so one of the two always sees the other."""
         self._deltas.put(delta)
         waiter, self._waiter = self._waiter, None
         if waiter is not None:

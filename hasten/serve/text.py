@@ -1,8 +1,7 @@
 """Tokens to text while they come: characters and stop strings that are incomplete are held back.
 
-`tokenizers.Tokenizer.decode` of all tokens is the meaning; here the same text comes piece by piece, at a cost for
-each token that does not grow with the answer.
-"""
+`tokenizers.Tokenizer.decode` of all tokens is the meaning; here the same text comes piece by piece, at a cost
+for each token that does not grow with the answer."""
 
 from __future__ import annotations
 
@@ -13,26 +12,25 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# Tokens that are decoded again with each new one: enough that the first of them does not change how the last is
-# read (a leading space that a decoder strips, a character of four one-byte tokens).
+# Tokens that are decoded again with each new one: enough that the first of them does not change how the last
+# is read (a leading space that a decoder strips, a character of four one-byte tokens).
 _MOST_TOKENS = 16
-# Which of them may stay when there are too many. Several lengths are tried, because the first kept token must begin
-# a character: in a run of single bytes characters take 2, 3 or 4 tokens.
+# Which of them may stay when there are too many. Several lengths are tried, because the first kept token must
+# begin a character: in a run of single bytes characters take 2, 3 or 4 tokens.
 _KEPT_TOKENS = (8, 6, 5, 7, 4)
 
 
 class Detokenizer:
     """Text of one sequence, token by token.
 
-    A replacement character is given out only when it cannot become another character any more: bytes that begin a
-    character wait for the next token.
-    """
+    A replacement character is given out only when it cannot become another character any more: bytes that
+    begin a character wait for the next token."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = (), skip_special_tokens: bool = True
     ):
-        """The last tokens of the prompt are read along, so that the text continues the prompt's (a space between
-        the two is kept); their own text is not given out."""
+        """The last tokens of the prompt are read along, so that the text continues the prompt's (a space
+        between the two is kept); their own text is not given out."""
         self._decode = tokenizer.decode
         self._skip = skip_special_tokens
         self._tokens = list(prompt_tokens[-_KEPT_TOKENS[0] :])
@@ -81,7 +79,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that can be given out, and whether a stop string was found: its text and all after it are gone."""
+        """Text that can be given out, and whether a stop string was found: its text and all after it are
+        gone."""
         if not self._stops:
             return text, False
         text = self._held + text
@@ -117,7 +116,8 @@ class TextOutput:
         self._stops = StopStrings(stops)
 
     def push(self, token: int, may_stop: bool = True) -> tuple[str, bool]:
-        """Text to give out, and whether a stop string ended it. `may_stop` False: stop strings are not sought."""
+        """Text to give out, and whether a stop string ended it. `may_stop` False: stop strings are not
+        sought."""
         if self._detokenizer is None:
             return "", False
         text = self._detokenizer.push(token)
@@ -132,7 +132,8 @@ class TextOutput:
 
 
 class TokenBytes:
-    """The bytes that a token stands for, which may be part of a character (the API gives them with logprobs)."""
+    """The bytes that a token stands for, which may be part of a character (the API gives them with
+    logprobs)."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -156,7 +157,8 @@ class TokenBytes:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the others follow from U+0100 on."""
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the others follow from U+0100
+    on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {
