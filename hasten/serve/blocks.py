@@ -4,7 +4,8 @@ A block has as many holders as sequences whose tables name it. A block that is f
 change gets a key, a hash of all tokens up to its end; a sequence that begins with the same tokens takes it
 over. Nobody writes to a block that has a key or a second holder: who must, copies it first. A block without a
 holder is free; if it has a key it is kept, and given away only when no other is free, the one not used for
-the longest time first."""
+the longest time first.
+"""
 
 from __future__ import annotations
 
@@ -133,8 +134,8 @@ class BlockManager:
             if group.blocks < min(least, blocks_of(context_tokens)):
                 raise ConfigError(
                     f"cache group {number} with a window of {group.window_tokens} tokens has {group.blocks} "
-                    f"blocks of {BLOCK_TOKENS} tokens; one sequence needs at least {least}: give the cache more "
-                    "memory"
+                    f"blocks of {BLOCK_TOKENS} tokens; one sequence needs at least {least}: give the cache "
+                    "more memory"
                 )
         self.most_blocks = blocks_of(self.context_tokens)
         self.query_tokens = 0

@@ -1,5 +1,6 @@
 """The engine: takes requests from any thread, runs steps in a thread of its own, gives out text as it
-comes."""
+comes.
+"""
 
 from __future__ import annotations
 
@@ -182,8 +183,8 @@ class Engine:
         most = self._blocks.context_tokens
         if len(tokens) >= most:
             raise ContextError(
-                f"the prompt has {len(tokens)} tokens, but the context is {most} tokens, of which at least one "
-                f"is for the answer: shorten the prompt to at most {most - 1} tokens"
+                f"the prompt has {len(tokens)} tokens, but the context is {most} tokens, of which at least "
+                f"one is for the answer: shorten the prompt to at most {most - 1} tokens"
             )
         if min(tokens) < 0 or max(tokens) >= self.runner.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.runner.vocab_size)

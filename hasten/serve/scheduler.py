@@ -6,7 +6,8 @@ there is room. A decoding sequence that needs a block when none is free takes on
 loses all its blocks and waits again, first in line, and computes its tokens anew, which changes none of them.
 
 Someone always advances: the oldest decoding sequence can take blocks from all younger ones; where nobody
-decodes, the oldest prompt takes them from younger prompts; and one sequence alone fits into the cache."""
+decodes, the oldest prompt takes them from younger prompts; and one sequence alone fits into the cache.
+"""
 
 from __future__ import annotations
 

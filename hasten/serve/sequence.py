@@ -125,8 +125,8 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.arrival}, {self.state.value}, {self.computed} of {len(self.tokens)} tokens computed,"
-            f" prompt {self.prompt_length})"
+            f"Sequence({self.arrival}, {self.state.value}, {self.computed} of {len(self.tokens)} tokens "
+            f"computed, prompt {self.prompt_length})"
         )
 
     @property

@@ -3,7 +3,8 @@ follow again. A draft's tokens go through the model as rows of one step; those t
 have chosen are kept, so the output is the same as without drafts.
 
 Saxena, Prompt Lookup Decoding (2023). How many tokens are worth drafting: the j-th is kept with probability
-p^j, so it pays while p^j is above the share of a step's time that one more row takes."""
+p^j, so it pays while p^j is above the share of a step's time that one more row takes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Tokens to text while they come: characters and stop strings that are incomplete are held back.
 
 `tokenizers.Tokenizer.decode` of all tokens is the meaning; here the same text comes piece by piece, at a cost
-for each token that does not grow with the answer."""
+for each token that does not grow with the answer.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The fake model stores tokens and positions where the block tables say, and computes logits from what it reads
 back through them: a wrong table, a block that was given away too early, a wrong position or a slot that was
-not written changes its logits or raises."""
+not written changes its logits or raises.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Which rows run: the scheduler and the steps of the engine, without threads, against the fake model
-alone."""
+alone.
+"""
 
 from __future__ import annotations
 
