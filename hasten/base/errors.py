@@ -6,8 +6,12 @@ HastenError
 │   ├── InputError       a file, folder, model or text that is missing, empty or malformed
 │   ├── ShapeError       an operator was given shapes or dtypes that do not fit
 │   └── GateError        a format changes a model's answers by more than was allowed
+│   └── ContextError     a prompt is longer than what the model or the cache can hold
 ├── CaptureError         a block could not be captured or rewritten; the original runs instead
-└── CheckpointError      a checkpoint is damaged or incomplete
+├── CheckpointError      a checkpoint is damaged or incomplete
+└── ServeError           a request could not be served, through no fault of its own
+    ├── QueueFull        too many requests wait already; try again later
+    └── EngineStopped    the engine takes no requests: it was stopped, or it cannot go on
 
 A message names what was wrong, what was given, what is allowed and the nearest that works.
 """
@@ -40,6 +44,8 @@ class ShapeError(UserError):
 
 class GateError(UserError):
     """A format changes what a model says by more than was allowed; another format or limit is the way on."""
+class ContextError(UserError):
+    """A prompt is longer than what the model or the cache can hold."""
 
 
 class CaptureError(HastenError):
@@ -48,6 +54,18 @@ class CaptureError(HastenError):
 
 class CheckpointError(HastenError):
     """A checkpoint is damaged or incomplete."""
+
+
+class ServeError(HastenError):
+    """A request could not be served, through no fault of its own."""
+
+
+class QueueFull(ServeError):  # noqa: N818
+    """Too many requests wait already; the same request may succeed later."""
+
+
+class EngineStopped(ServeError):  # noqa: N818
+    """The engine takes no requests: it was stopped, or it cannot go on; the message says which."""
 
 
 # A folder can hold thousands of names; a message that lists them all hides what it says.

@@ -1,0 +1,332 @@
+"""What the engine's thread does: plan a step, run it, choose tokens, give them out.
+
+Nothing here knows of threads; one thread calls everything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hasten.base.errors import HastenError, first_line
+from hasten.serve.blocks import BlockManager
+from hasten.serve.observe import Observer
+from hasten.serve.runner import Runner
+from hasten.serve.scheduler import Entry, Plan, Scheduler
+from hasten.serve.sequence import Sequence, State
+from hasten.serve.speculate import PromptLookup
+from hasten.serve.stream import Delta, FinishReason, Stream, Usage
+
+if TYPE_CHECKING:
+    from hasten.serve.sampling import Sampled
+
+_LOG = logging.getLogger(__name__)
+# So many failed steps one after another mean that the runner cannot go on.
+_MOST_FAILURES = 3
+
+
+class Job:
+    """One request: its stream and its choices."""
+
+    __slots__ = ("open", "sequences", "stream")
+
+    def __init__(self, stream: Stream, sequences: list[Sequence]):
+        self.stream = stream
+        self.sequences = sequences
+        self.open = len(sequences)
+        """Choices that are not finished."""
+
+
+class _Turn:
+    """One sequence whose next tokens are being chosen: from logits row `row` on, while the draft holds."""
+
+    __slots__ = ("draft", "row", "sampled", "sequence")
+
+    def __init__(self, sequence: Sequence, row: int, draft: list[int]):
+        self.sequence = sequence
+        self.row = row
+        self.draft = draft
+        self.sampled: list[Sampled] = []
+
+
+class Steps:
+    """Requests that wait and run, and the work on them, step by step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        sampling: Any,
+        observer: Observer,
+        draft_tokens: int,
+        leave_queue: Callable[[], None],
+    ):
+        """`leave_queue` is called once for each job, when it begins to run or ends before that."""
+        self.jobs: dict[Stream, Job] = {}
+        self.finished: Counter[str] = Counter()
+        self.prompt_tokens = self.generated_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self.steps = self.step_rows = 0
+        self.runner_s = self.busy_s = 0.0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._blocks: BlockManager = scheduler.blocks
+        self._sampling = sampling
+        self._observer = observer
+        self._draft_tokens = draft_tokens
+        self._leave_queue = leave_queue
+        self._failures = 0
+
+    def add(self, job: Job) -> None:
+        """A job waits behind all others."""
+        self.jobs[job.stream] = job
+        self._scheduler.add(job.sequences[0])
+
+    def end(self, stream: Stream, reason: FinishReason, error: str | None = None) -> None:
+        """Ends all choices of a stream, in whatever state; nothing happens if they have ended."""
+        job = self.jobs.get(stream)
+        if job is not None:
+            for sequence in job.sequences:
+                if sequence.state is not State.FINISHED:
+                    self._end(sequence, reason, error)
+
+    def end_all(self, reason: FinishReason, error: str) -> None:
+        """Ends every stream."""
+        for stream in list(self.jobs):
+            self.end(stream, reason, error)
+
+    def step(self) -> None:
+        """Runs one step, if there is one.
+
+        Raises:
+            Exception: what the runner raised, at the third failure in a row; or a fault of the engine itself.
+        """
+        begin_s = perf_counter()
+        plan = self._scheduler.plan(begin_s)
+        for sequence in self._scheduler.started:
+            self._leave_queue()
+            self.prompt_tokens += sequence.prompt_length
+            self._observer.started(begin_s - sequence.submitted_s)
+        if plan is None:
+            if self.jobs:
+                raise RuntimeError(
+                    f"no sequence can run: {self._scheduler.running}, {self._scheduler.waiting}"
+                )
+            return
+        run_s = perf_counter()
+        try:
+            logits = self._runner.run(plan.step)
+        except Exception as error:
+            self._fail(plan, error)
+            if self._failures >= _MOST_FAILURES:
+                raise
+            return
+        self._failures = 0
+        now_s = perf_counter()
+        self.runner_s += now_s - run_s
+        self.steps += 1
+        self.step_rows += len(plan.step.tokens)
+        if plan.decode_only:
+            self._scheduler.row_cost.add(len(plan.step.tokens), now_s - run_s)
+        turns = self._turns(plan.entries)
+        self._choose(turns, logits)
+        for turn in turns:
+            if turn.sampled:
+                self._emit(turn, now_s)
+        duration_s = perf_counter() - begin_s
+        self.busy_s += duration_s
+        self._observer.step(len(plan.step.tokens), len(plan.entries), duration_s)
+
+    def _turns(self, entries: Items[Entry]) -> list[_Turn]:
+        """Notes what the step has computed. Returns: the sequences that get tokens from it."""
+        turns = []
+        row = 0
+        for entry in entries:
+            sequence = entry.sequence
+            # Of a draft only what is kept counts, which is known later.
+            self._blocks.advance(sequence, sequence.computed + entry.rows - len(entry.draft))
+            if entry.complete:
+                turns.append(_Turn(sequence, row, entry.draft))
+                for follower in self._scheduler.fork(sequence):
+                    turns.append(_Turn(follower, row, []))
+                row += 1 + len(entry.draft)
+        return turns
+
+    def _choose(self, turns: list[_Turn], logits: np.ndarray) -> None:
+        """Chooses the next token of each turn; where it is the drafted one, also the token after it, and so
+        on.
+
+        Each token is chosen from the same logits and by the same state as without drafts.
+        """
+        active = turns
+        while active:
+            rows = [turn.row + len(turn.sampled) for turn in active]
+            again = []
+            for turn, sampled in zip(active, self._sample(logits, rows, active), strict=True):
+                sequence = turn.sequence
+                if isinstance(sampled, Exception):
+                    turn.sampled = []
+                    self._end(sequence, "error", first_line(sampled))
+                    continue
+                try:
+                    sequence.sampler.accept(sampled.token)
+                except HastenError as error:
+                    turn.sampled = []
+                    self._end(sequence, "error", first_line(error))
+                    continue
+                place = len(turn.sampled)
+                turn.sampled.append(sampled)
+                if (
+                    place < len(turn.draft)
+                    and sampled.token == turn.draft[place]
+                    and sampled.token not in sequence.stop_tokens
+                    and not sequence.grammar_finished
+                ):
+                    again.append(turn)
+            active = again
+
+    def _sample(self, logits: np.ndarray, rows: list[int], turns: list[_Turn]) -> Items[Sampled | Exception]:
+        """One sample for each row. If that fails, row by row, so that only those at fault fail."""
+        samplers = [turn.sequence.sampler for turn in turns]
+        try:
+            return self._sampling.sample(logits, rows, samplers)
+        except Exception:
+            results: list[Sampled | Exception] = []
+            for row, sampler in zip(rows, samplers, strict=True):
+                try:
+                    results += self._sampling.sample(logits, [row], [sampler])
+                except Exception as error:
+                    results.append(error)
+            return results
+
+    def _emit(self, turn: _Turn, now_s: float) -> None:
+        """Appends the chosen tokens, gives out their text, and ends the sequence if one of them does."""
+        sequence = turn.sequence
+        params, output = sequence.params, sequence.text
+        context = self._blocks.context_tokens
+        before = sequence.completion_tokens
+        text = ""
+        reason: FinishReason | None = None
+        for sampled in turn.sampled:
+            sequence.tokens.append(sampled.token)
+            sequence.completion_tokens += 1
+            may_stop = sequence.completion_tokens > params.min_tokens
+            if may_stop and sampled.token in sequence.stop_tokens:
+                reason = "stop"
+                text += output.flush()
+                break
+            piece, found = output.push(sampled.token, may_stop)
+            text += piece
+            if found:
+                reason = "stop"
+                break
+            if sequence.grammar_finished and sampled is turn.sampled[-1]:
+                reason = "stop"
+                text += output.flush()
+                break
+            if sequence.completion_tokens == params.max_tokens or len(sequence.tokens) >= context:
+                reason = "length"
+                text += output.flush()
+                break
+        count = sequence.completion_tokens - before
+        if turn.draft:
+            self._judge(turn)
+        self._blocks.advance(sequence, len(sequence.tokens) - 1)
+        self.generated_tokens += count
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+            self._observer.first_token(now_s - sequence.submitted_s)
+            if count > 1:
+                self._observer.tokens(0.0, count - 1)
+        else:
+            self._observer.tokens(now_s - sequence.last_token_s, count)
+        sequence.last_token_s = now_s
+        sampled_tokens = turn.sampled[:count]
+        delta = Delta(
+            text,
+            tuple([sampled.token for sampled in sampled_tokens]),
+            None if params.logprobs is None else tuple(sampled_tokens),
+            reason,
+            None,
+            sequence.index,
+        )
+        if reason is None:
+            self._decode(sequence)
+            sequence.stream.push(delta)
+        else:
+            self._scheduler.remove(sequence)
+            self._close(sequence, delta)
+
+    def _decode(self, sequence: Sequence) -> None:
+        if sequence.state is not State.DECODE:
+            sequence.state = State.DECODE
+            if self._draft_tokens and sequence.lookup is None:
+                sequence.lookup = PromptLookup(sequence.tokens, self._draft_tokens)
+
+    def _judge(self, turn: _Turn) -> None:
+        sequence, drafted = turn.sequence, len(turn.draft)
+        accepted = sum(
+            sampled.token == token for sampled, token in zip(turn.sampled, turn.draft, strict=False)
+        )
+        sequence.drafted_tokens += drafted
+        sequence.accepted_tokens += accepted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        if sequence.lookup is not None:
+            sequence.lookup.judge(len(sequence.tokens), drafted, accepted, self._scheduler.row_share)
+
+    # Ends
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a choice between steps, and those that wait for its prompt with it."""
+        followers, sequence.followers = sequence.followers, []
+        self._scheduler.remove(sequence)
+        for ended in (sequence, *followers):
+            ended.state = State.FINISHED
+            self._close(ended, Delta("", (), None, reason, None, ended.index, error))
+
+    def _close(self, sequence: Sequence, delta: Delta) -> None:
+        """Gives out the last delta of a choice, whose blocks are free already."""
+        reason = delta.finish_reason
+        assert reason is not None  # it is the last
+        job = self.jobs[sequence.stream]
+        job.open -= 1
+        now_s = perf_counter()
+        self.finished[reason] += 1
+        if job.open == 0:
+            del self.jobs[sequence.stream]
+            delta = delta._replace(usage=_usage(job, now_s))
+            if job.sequences[0].started_s is None:
+                self._leave_queue()
+        total_s = now_s - sequence.submitted_s
+        self._observer.finished(reason, total_s, sequence.prompt_length, sequence.completion_tokens)
+        sequence.stream.push(delta)
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        """The runner failed: the sequences of this step end, the others go on."""
+        _LOG.error("a step of the model failed", exc_info=error)
+        for entry in plan.entries:
+            self._end(entry.sequence, "error", f"the model failed: {first_line(error)}")
+        self._failures += 1
+
+
+def _usage(job: Job, now_s: float) -> Usage:
+    first = job.sequences[0]
+    submitted_s = first.submitted_s
+    started_s = now_s if first.started_s is None else first.started_s
+    firsts = [sequence.first_token_s for sequence in job.sequences if sequence.first_token_s is not None]
+    return Usage(
+        prompt_tokens=first.prompt_length,
+        completion_tokens=sum(sequence.completion_tokens for sequence in job.sequences),
+        cached_tokens=first.cached_tokens,
+        queue_s=started_s - submitted_s,
+        first_token_s=min(firsts, default=now_s) - submitted_s,
+        total_s=now_s - submitted_s,
+        drafted_tokens=sum(sequence.drafted_tokens for sequence in job.sequences),
+        accepted_tokens=sum(sequence.accepted_tokens for sequence in job.sequences),
+    )
