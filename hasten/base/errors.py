@@ -6,7 +6,9 @@ HastenError
 │   ├── InputError       a file, folder, model or text that is missing, empty or malformed
 │   └── ShapeError       an operator was given shapes or dtypes that do not fit
 ├── CaptureError         a block could not be captured or rewritten; the original runs instead
-└── CheckpointError      a checkpoint is damaged or incomplete
+├── CheckpointError      a checkpoint is damaged or incomplete
+├── SamplingError        rows of logits that give no token
+└── GrammarError         an answer of a given form cannot go on
 
 A message names what was wrong, what was given, what is allowed and the nearest that works.
 """
@@ -43,6 +45,18 @@ class CaptureError(HastenError):
 
 class CheckpointError(HastenError):
     """A checkpoint is damaged or incomplete."""
+
+
+class SamplingError(HastenError):
+    """Rows of logits give no token; `failed` says which of those asked for, `reasons` why, one for each."""
+
+    def __init__(self, failed: tuple[int, ...], reasons: tuple[str, ...]) -> None:
+        super().__init__("; ".join(reasons))
+        self.failed, self.reasons = failed, reasons
+
+
+class GrammarError(HastenError):
+    """An answer of a given form cannot go on: a token that may not follow, or a constraint that is too large."""
 
 
 # A folder can hold thousands of names; a message that lists them all hides what it says.

@@ -86,6 +86,7 @@ struct EmbeddingGradient {
 struct Norm;
 struct Rotary;
 struct Activation;
+struct Sampling;
 
 struct Kernels {
     const char* level;
@@ -131,6 +132,10 @@ struct Kernels {
     void (*activation_backward)(const Activation&, int64_t item);
     void (*gated_activation)(const Activation&, int64_t item);
     void (*gated_activation_backward)(const Activation&, int64_t item);
+
+    // One row of logits [V]; the scratch has sampling_scratch(V) floats.
+    int64_t (*argmax)(const float* logits, int64_t V, float* scratch);
+    void (*sample)(const Sampling&, float* scratch);
 };
 
 // Each operator's files put their functions into the table.
@@ -145,5 +150,6 @@ void norm_backward_kernels(Kernels& table);
 void rotary_kernels(Kernels& table);
 void activation_kernels(Kernels& table);
 void gated_activation_kernels(Kernels& table);
+void sampling_kernels(Kernels& table);
 
 }  // namespace hasten

@@ -21,6 +21,7 @@ extern "C" __attribute__((visibility("default"))) const hasten::Kernels* hasten_
         hasten::rotary_kernels(t);
         hasten::activation_kernels(t);
         hasten::gated_activation_kernels(t);
+        hasten::sampling_kernels(t);
         return t;
     }();
     return &table;
