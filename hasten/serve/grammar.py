@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "json_object", "regex", "choice")
 MOST_KEPT = 64
 """Compiled grammars that are kept, the least recently used of more is dropped."""
+# Between the parts of JSON: nothing, a space, or a new line with its indentation. A model that may write white space
+# for ever sometimes does.
+_SPACE = r"( |\n[ \t]{0,40})"
 
 
 class Grammars:
@@ -39,7 +42,9 @@ class Grammars:
         """
         self.vocab_size = vocab_size or tokenizer.get_vocab_size()
         if not eos:
-            raise ConfigError("eos is empty: an answer of a given form must be able to end; name at least one token")
+            raise ConfigError(
+                "eos is empty: an answer of a given form must be able to end; name at least one token"
+            )
         for token in eos:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"eos has token {token}: allowed are 0 to {self.vocab_size - 1}")
@@ -49,7 +54,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:
-        """JSON that the schema accepts.
+        """JSON that the schema accepts, with at most a space or a new line and its indentation between two parts.
 
         Raises:
             ConfigError: it is no schema, or has a part that cannot be enforced; the message names it.
@@ -59,8 +64,11 @@ class Grammars:
                 schema = json.loads(schema)
             except ValueError as error:
                 raise ConfigError(f"json_schema is no JSON: {error}") from None
-        if not isinstance(schema, (Mapping, bool)):
-            raise ConfigError(f"json_schema is {type(schema).__name__}: allowed is an object, true or false")
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, Mapping):
+            given = "false, which nothing satisfies" if schema is False else type(schema).__name__
+            raise ConfigError(f"json_schema is {given}: allowed is an object or true")
         return self._compiled("json_schema", json.dumps(schema))
 
     def json_object(self) -> Grammar:
@@ -68,7 +76,8 @@ class Grammars:
         return self._compiled("json_object", '{"type": "object"}')
 
     def regex(self, pattern: str) -> Grammar:
-        """Text that the expression matches from end to end; without look-around and back references.
+        """Text that the expression matches from end to end: Rust's syntax, without look-around and back references;
+        \\d is one of the ten digits.
 
         Raises:
             ConfigError: it is no regular expression, or matches nothing.
@@ -107,7 +116,7 @@ class Grammars:
                 self._known.move_to_end(key)
                 return known
             tokenizer = self._tokens()
-        grammar = Grammar(_matcher_of(kind, text, tokenizer), kind, self.vocab_size)
+        grammar = Grammar(_start_of(kind, text, tokenizer), kind, self.vocab_size, frozenset(self._eos))
         with self._lock:
             self._known[key] = grammar
             if len(self._known) > MOST_KEPT:
@@ -122,35 +131,49 @@ class Grammars:
                 raise ConfigError(
                     f"answers of a given form need the library llguidance: pip install 'hasten[serve]' ({error})"
                 ) from None
+            text = self._tokenizer.to_str()
+            if (
+                self._tokenizer.truncation or self._tokenizer.padding
+            ):  # of batches; a text here is a whole one
+                text = json.dumps(json.loads(text) | {"truncation": None, "padding": None})
             try:
-                self._guided = LLTokenizer(self._tokenizer.to_str(), self.vocab_size, self._eos)
+                self._guided = LLTokenizer(text, self.vocab_size, self._eos)
             except ValueError as error:
-                raise ConfigError(f"this tokenizer cannot be used for answers of a given form: {error}") from None
+                raise ConfigError(
+                    f"this tokenizer cannot be used for answers of a given form: {error}"
+                ) from None
         return self._guided
 
 
-def _matcher_of(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    from llguidance import LLMatcher
+def _start_of(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher at the beginning of an answer."""
+    from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
-    make = LLMatcher.grammar_from_regex if kind in ("regex", "choice") else LLMatcher.grammar_from_json_schema
-    try:
-        matcher = LLMatcher(tokenizer, make(text), log_level=0)
-    except ValueError as error:
-        raise ConfigError(f"{kind} cannot be compiled: {error}") from None
-    if matcher.is_error():
-        raise ConfigError(f"{kind} cannot be compiled: {_said(matcher)}")
-    return matcher
+    if kind in ("regex", "choice"):
+        grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'd')}/")
+    else:
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACE})
+    start = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if start.is_error():
+        raise ConfigError(f"{kind} cannot be compiled: {_said(start)}")
+    start.compute_bitmask()  # some that nothing can match are found only now
+    if start.is_error():
+        raise ConfigError(f"{kind} matches no text that this tokenizer can write: {_said(start)}")
+    return start
 
 
 def _said(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().split())[:500]
+    """The library's error in one line."""
+    # Behind these it shows its own state, and the grammar that it made of the constraint.
+    said = re.split(r"\n<|\n +1 \|", matcher.get_error(), maxsplit=1)[0]
+    return " ".join(said.split())[:400]
 
 
 class Grammar:
     """A compiled constraint: `matcher()` starts an answer."""
 
-    def __init__(self, start: LLMatcher, kind: str, vocab_size: int) -> None:
-        self.kind, self.vocab_size = kind, vocab_size
+    def __init__(self, start: LLMatcher, kind: str, vocab_size: int, eos: frozenset[int]) -> None:
+        self.kind, self.vocab_size, self.eos = kind, vocab_size, eos
         self._start = start
 
     def __repr__(self) -> str:
@@ -158,20 +181,21 @@ class Grammar:
 
     def matcher(self) -> Matcher:
         """At the beginning of an answer."""
-        return Matcher(self._start.deep_copy(), self.vocab_size)
+        return Matcher(self._start.deep_copy(), self)
 
 
 class Matcher:
     """How far one answer is in its grammar."""
 
-    def __init__(self, inner: LLMatcher, vocab_size: int) -> None:
-        self._inner, self._vocab_size = inner, vocab_size
-        self._words = np.zeros((vocab_size + 31) // 32, np.int32)
+    def __init__(self, inner: LLMatcher, grammar: Grammar, ends: int = 0) -> None:
+        self._inner, self._grammar = inner, grammar
+        self._ends = ends  # tokens behind the end of the text, of which the library keeps no count
+        self._words = np.zeros((grammar.vocab_size + 31) // 32, np.int32)
         self._current = False
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but a token that ends the answer may follow, or the answer has ended."""
+        """Whether nothing but a token that ends the answer may follow."""
         return bool(self._inner.is_stopped())
 
     @property
@@ -181,15 +205,14 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """int32 [ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may follow; holds until the next
-        call of a method.
+        call of another method.
 
         Raises:
             GrammarError: the constraint is too large to go on with.
         """
         if not self._current:
             self._inner.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-            if self._inner.is_error():
-                raise GrammarError(f"the grammar cannot go on: {_said(self._inner)}")
+            self._check("the grammar cannot go on")
             self._current = True
         return self._words
 
@@ -197,10 +220,15 @@ class Matcher:
         """Goes on behind the token.
 
         Raises:
-            GrammarError: it may not follow here.
+            GrammarError: it may not follow here; the matcher is of no more use.
         """
+        if self.finished:
+            if token not in self._grammar.eos:
+                raise GrammarError(f"the grammar does not allow token {token} here: the text has ended")
+            self._ends += 1
+            return
         self._current = False
-        if not self._inner.consume_token(token):
+        if not 0 <= token < self._grammar.vocab_size or not self._inner.consume_token(token):
             raise GrammarError(f"the grammar does not allow token {token} here: {_said(self._inner)}")
 
     def rollback(self, count: int) -> None:
@@ -209,10 +237,18 @@ class Matcher:
         Raises:
             GrammarError: there are not so many.
         """
+        behind = min(count, self._ends)
+        self._ends -= behind
+        if count == behind:
+            return
         self._current = False
-        if not self._inner.rollback(count):
-            raise GrammarError(f"the grammar cannot take {count} tokens back: {_said(self._inner)}")
+        self._inner.rollback(count - behind)
+        self._check(f"the grammar cannot take {count} tokens back")
 
     def fork(self) -> Matcher:
         """A matcher in the same state that goes its own way."""
-        return Matcher(self._inner.deep_copy(), self._vocab_size)
+        return Matcher(self._inner.deep_copy(), self._grammar, self._ends)
+
+    def _check(self, what: str) -> None:
+        if self._inner.is_error():
+            raise GrammarError(f"{what}: {_said(self._inner)}")

@@ -174,7 +174,9 @@ class Sampler:
         self._ends = frozenset(() if params.ignore_eos else eos) | frozenset(params.stop_tokens)
         self._ends = frozenset(token for token in self._ends if token < vocab_size)
         self._bias = _bias(params.logit_bias, frozenset(), vocab_size)
-        self._early_bias = _bias(params.logit_bias, self._ends if params.min_tokens else frozenset(), vocab_size)
+        self._early_bias = _bias(
+            params.logit_bias, self._ends if params.min_tokens else frozenset(), vocab_size
+        )
         penal = params.presence_penalty or params.frequency_penalty
         self._history: _History | None = None
         if params.repetition_penalty != 1:
@@ -410,7 +412,9 @@ def _bias(
     joined = dict(given) | dict.fromkeys(forbidden, -math.inf)
     if not joined:
         return None
-    return torch.tensor(list(joined), dtype=torch.int32), torch.tensor(list(joined.values()), dtype=torch.float32)
+    return torch.tensor(list(joined), dtype=torch.int32), torch.tensor(
+        list(joined.values()), dtype=torch.float32
+    )
 
 
 def _without(mask: np.ndarray, tokens: frozenset[int]) -> np.ndarray:
@@ -442,7 +446,9 @@ def _real(name: str, value: float, low: float, high: float) -> None:
 def _inside(name: str, value: float, low: float | None, high: float | None) -> None:
     below, above = low is not None and value < low, high is not None and value > high
     if below or above:
-        raise ConfigError(f"{name} = {value}: allowed is{_range(low, high)}; the nearest is {low if below else high}")
+        raise ConfigError(
+            f"{name} = {value}: allowed is{_range(low, high)}; the nearest is {low if below else high}"
+        )
 
 
 def _range(low: float | None, high: float | None) -> str:

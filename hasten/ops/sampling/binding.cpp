@@ -15,7 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// The 64-bit words of a table's row, as __init__.py names them; from TEMPERATURE on they are bits of a double.
+// The 64-bit words of a table's row, as __init__.py names them; from TEMPERATURE on they are bits of a
+// double.
 enum Column : int64_t {
     ROW,
     SEED,
@@ -66,8 +67,8 @@ void check_ids(const char* what, const int32_t* ids, int64_t n, int64_t step, in
     TORCH_CHECK_INDEX(inside, "sample: a token in ", what, " is outside [0, ", V, ")");
 }
 
-// logits [R, V]; the index of the largest of each row asked for [L], the lowest at ties. -1 for a row with NaN or
-// +infinity, -2 for one of -infinity alone.
+// logits [R, V]; the index of the largest of each row asked for [L], the lowest at ties. -1 for a row with
+// NaN or +infinity, -2 for one of -infinity alone.
 Tensor argmax(const Tensor& logits, at::IntArrayRef rows) {
     check_logits("argmax", logits);
     const int64_t L = int64_t(rows.size()), V = logits.size(1);
@@ -86,8 +87,8 @@ Tensor argmax(const Tensor& logits, at::IntArrayRef rows) {
 }
 
 // What one row of the table asks for.
-Sampling row_of(const int64_t* words, const Tensor& logits, at::TensorList histories,
-                at::TensorList bias_ids, at::TensorList bias_values, at::TensorList masks) {
+Sampling row_of(const int64_t* words, const Tensor& logits, at::TensorList histories, at::TensorList bias_ids,
+                at::TensorList bias_values, at::TensorList masks) {
     Sampling a{};
     const int64_t V = a.V = logits.size(1);
     check_row("sample", words[ROW], logits);
@@ -129,9 +130,9 @@ Sampling row_of(const int64_t* words, const Tensor& logits, at::TensorList histo
     return a;
 }
 
-// logits [R, V], table [L, COLUMNS] -> tokens [L], log-probabilities [L, 1 + n] of the token and of the n most
-// likely ones (n the most that a row wants, [L, 0] if none wants any), those [L, n], and, if asked for, the
-// probabilities [L, V] that the tokens were drawn from. A token of -1 or -2: see `argmax`.
+// logits [R, V], table [L, COLUMNS] -> tokens [L], log-probabilities [L, 1 + n] of the token and of the n
+// most likely ones (n the most that a row wants, [L, 0] if none wants any), those [L, n], and, if asked for,
+// the probabilities [L, V] that the tokens were drawn from. A token of -1 or -2: see `argmax`.
 std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& table,
                                                   at::TensorList histories, at::TensorList bias_ids,
                                                   at::TensorList bias_values, at::TensorList masks,
@@ -160,8 +161,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Te
     Tensor drawn_from = at::empty({probabilities ? L : 0, V}, floats);
     std::vector<Sampling> work(L);
     for (int64_t i = 0; i < L; i++) {
-        Sampling& a = work[i] =
-            row_of(words + i * COLUMNS, logits, histories, bias_ids, bias_values, masks);
+        Sampling& a = work[i] = row_of(words + i * COLUMNS, logits, histories, bias_ids, bias_values, masks);
         a.token = tokens.data_ptr<int64_t>() + i;
         a.logprobs = logprobs.data_ptr<float>() + i * (1 + top);
         a.top_tokens = top_tokens.data_ptr<int64_t>() + i * std::max<int64_t>(0, top);

@@ -1,8 +1,8 @@
 // Drawing a token from a row of logits without sorting it.
 //
-// One reading notes the largest logit of every block of 64. The few blocks that can hold a kept token are known
-// from that: by the k-th largest block for top-k, by a bound for top-p and min-p. Only their logits enter a list,
-// which histograms narrow down to the last token that is kept.
+// One reading notes the largest logit of every block of 64. The few blocks that can hold a kept token are
+// known from that: by the k-th largest block for top-k, by a bound for top-p and min-p. Only their logits
+// enter a list, which histograms narrow down to the last token that is kept.
 #include "cpu.h"
 
 #include <algorithm>
@@ -154,8 +154,8 @@ inline uint64_t key_of(float value, int32_t place) {
     return uint64_t(~rising) << 32 | uint32_t(place);
 }
 
-// Of the entries in falling order, the shortest run from the first whose weights sum to `wanted`: its last entry.
-// Without weights each counts 1.
+// Of the entries in falling order, the shortest run from the first whose weights sum to `wanted`: its last
+// entry. Without weights each counts 1.
 Last shortest_run(const List& list, const float* weight, double wanted) {
     int32_t* place = list.places;
     int64_t n = list.n;
@@ -211,7 +211,12 @@ struct Row {
     Row(const Sampling& a, float* scratch) : a(a), V(a.V), blocks(block_count(a.V)) {
         const int64_t padded = blocks * BLOCK;
         maxima = scratch, order = maxima + blocks, changed = order + blocks;
-        list = {0, 0, 0, changed + padded, changed + 2 * padded, (int32_t*)(changed + 3 * padded),
+        list = {0,
+                0,
+                0,
+                changed + padded,
+                changed + 2 * padded,
+                (int32_t*)(changed + 3 * padded),
                 (int32_t*)(changed + 4 * padded)};
     }
 
@@ -276,7 +281,8 @@ struct Row {
         return changed;
     }
 
-    // The place of the token drawn from n weights; block(b, to) writes those of block b, of which sums has the sum.
+    // The place of the token drawn from n weights; block(b, to) writes those of block b, of which sums has
+    // the sum.
     template <class F>
     int64_t draw(int64_t n, const float* sums, double total, const F& block) {
         const double target = uniform(a.seed, a.position) * total;
@@ -327,8 +333,7 @@ struct Row {
         }
         if (a.probabilities) {
             std::memset(a.probabilities, 0, size_t(V) * sizeof(float));
-            for (int64_t i = 0; i < list.n; i++)
-                a.probabilities[list.id[i]] = float(list.weight[i] / total);
+            for (int64_t i = 0; i < list.n; i++) a.probabilities[list.id[i]] = float(list.weight[i] / total);
         }
         const auto block = [&](int64_t b, float* to) {
             std::memcpy(to, list.weight + b * BLOCK,

@@ -1,5 +1,5 @@
-// Drawing a token from a row of logits: what the caller gives and what a kernel writes. See reference.py for the
-// meaning.
+// Drawing a token from a row of logits: what the caller gives and what a kernel writes. See reference.py for
+// the meaning.
 #pragma once
 
 #include <cstdint>

@@ -108,7 +108,9 @@ def processed(x_V: Tensor, rule: Rule) -> Tensor:
         seen = rule.history[rule.history[:, 1] >= 0].long()
         tokens, counts = seen[:, 0], seen[:, 1]
         of_seen = y[tokens]
-        of_seen = torch.where(of_seen < 0, of_seen * rule.repetition_penalty, of_seen / rule.repetition_penalty)
+        of_seen = torch.where(
+            of_seen < 0, of_seen * rule.repetition_penalty, of_seen / rule.repetition_penalty
+        )
         of_output = rule.presence_penalty + rule.frequency_penalty * counts
         y[tokens] = of_seen - torch.where(counts > 0, of_output, 0.0)
     return y
