@@ -12,6 +12,8 @@ HastenError
 └── ServeError           a request could not be served, through no fault of its own
     ├── QueueFull        too many requests wait already; try again later
     └── EngineStopped    the engine takes no requests: it was stopped, or it cannot go on
+├── SamplingError        rows of logits that give no token
+└── GrammarError         an answer of a given form cannot go on
 
 A message names what was wrong, what was given, what is allowed and the nearest that works.
 """
@@ -66,6 +68,16 @@ class QueueFull(ServeError):  # noqa: N818
 
 class EngineStopped(ServeError):  # noqa: N818
     """The engine takes no requests: it was stopped, or it cannot go on; the message says which."""
+class SamplingError(HastenError):
+    """Rows of logits give no token; `failed` says which of those asked for, `reasons` why, one for each."""
+
+    def __init__(self, failed: tuple[int, ...], reasons: tuple[str, ...]) -> None:
+        super().__init__("; ".join(reasons))
+        self.failed, self.reasons = failed, reasons
+
+
+class GrammarError(HastenError):
+    """An answer of a given form cannot go on: a token that may not follow, or a constraint that is too large."""
 
 
 # A folder can hold thousands of names; a message that lists them all hides what it says.

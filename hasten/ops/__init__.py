@@ -11,6 +11,7 @@ from hasten.ops import (
     norm_linear,
     rms_norm,
     rotary,
+    sampling,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "norm_linear",
     "rms_norm",
     "rotary",
+    "sampling",
 ]

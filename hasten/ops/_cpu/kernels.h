@@ -92,6 +92,7 @@ struct Instruction;
 struct Matrix;
 struct PanelProduct;
 enum class PanelForm : int32_t;
+struct Sampling;
 
 struct Kernels {
     const char* level;
@@ -156,6 +157,9 @@ struct Kernels {
     void (*panel_prepare)(const PanelProduct&, int64_t first_row, int64_t rows);
     void (*panel_product)(const PanelProduct&, int64_t first_panel, int64_t panels, void* scratch);
     void (*panel_row)(const Matrix&, int64_t row, float* out);
+    // One row of logits [V]; the scratch has sampling_scratch(V) floats.
+    int64_t (*argmax)(const float* logits, int64_t V, float* scratch);
+    void (*sample)(const Sampling&, float* scratch);
 };
 
 // Each operator's files put their functions into the table.
@@ -173,5 +177,6 @@ void gated_activation_kernels(Kernels& table);
 void program_rows_kernels(Kernels& table);
 void program_attention_kernels(Kernels& table);
 void panel_kernels(Kernels& table);
+void sampling_kernels(Kernels& table);
 
 }  // namespace hasten

@@ -24,6 +24,7 @@ extern "C" __attribute__((visibility("default"))) const hasten::Kernels* hasten_
         hasten::program_rows_kernels(t);
         hasten::program_attention_kernels(t);
         hasten::panel_kernels(t);
+        hasten::sampling_kernels(t);
         return t;
     }();
     return &table;
