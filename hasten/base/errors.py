@@ -46,6 +46,8 @@ class ShapeError(UserError):
 
 class GateError(UserError):
     """A format changes what a model says by more than was allowed; another format or limit is the way on."""
+
+
 class ContextError(UserError):
     """A prompt is longer than what the model or the cache can hold."""
 
@@ -68,6 +70,8 @@ class QueueFull(ServeError):  # noqa: N818
 
 class EngineStopped(ServeError):  # noqa: N818
     """The engine takes no requests: it was stopped, or it cannot go on; the message says which."""
+
+
 class SamplingError(HastenError):
     """Rows of logits give no token; `failed` says which of those asked for, `reasons` why, one for each."""
 

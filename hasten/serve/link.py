@@ -88,13 +88,12 @@ class Linked:
              ("zero", "<i4"), ("unit", "<f4"), ("_", "<i4"), ("N", "<i8"), ("K", "<i8"), ("bias", "<u8")]
         )  # fmt: skip
         words = np.zeros(max(1, len(self.panels)), kind)
-        for word, panels, use in zip(words, self.panels, self.program.matrices, strict=False):
+        for i, (panels, use) in enumerate(zip(self.panels, self.program.matrices, strict=True)):
             form = panels.format
             bias = self.vectors[use.bias].data_ptr() if use.bias >= 0 else 0
-            zero = -1 if form.zero is None else form.zero
-            word[:] = np.array(
-                (panels.data.data_ptr(), form.panel_bytes(panels.K), form.code, form.bits, form.group, zero,
-                 panels.unit, 0, panels.N, panels.K, bias), kind,
+            words[i] = (
+                panels.data.data_ptr(), form.panel_bytes(panels.K), form.code, form.bits, form.group,
+                -1 if form.zero is None else form.zero, panels.unit, 0, panels.N, panels.K, bias,
             )  # fmt: skip
         return torch.from_numpy(words.view(np.uint8).copy())
 

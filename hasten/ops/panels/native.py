@@ -59,7 +59,9 @@ def linear(
     if up is not None and (up.N, up.K) != (panels.N, panels.K):
         raise ShapeError(f"up is [{up.N}, {up.K}], the matrix is [{panels.N}, {panels.K}]")
     if up is not None and up.format.kind != panels.format.kind:
-        raise ShapeError(f"up is {up.format}, the matrix is {panels.format}: both dense alike, or both quantised")
+        raise ShapeError(
+            f"up is {up.format}, the matrix is {panels.format}: both dense alike, or both quantised"
+        )
     if native.refusal(x, bias_N, up_bias_N, residual):
         y = reference_linear(x, panels, bias_N)
         y = y if kind == "identity" else activation(y, kind)
