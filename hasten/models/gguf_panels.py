@@ -21,7 +21,7 @@ from hasten.ops.panels import GGUF, LANES, Panels, pack_codes
 
 Array = NDArray[Any]
 # Weights that are decoded at a time: bounds what opening takes beside the panels (about 10 bytes for each).
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18
 # Products of scales are kept below this power of two, in the upper half of fp16's range, by the unit.
 _TOP_EXPONENT = 14
 

@@ -226,7 +226,7 @@ def allocate(
     """
     sizes = [[format.matrix_bytes(m.N, m.K) for format in formats] for m in matrices]
     chosen = [
-        min(range(len(formats)), key=lambda i, s=size, e=error: (s[i], e[i]))
+        min(range(len(formats)), key=list(zip(size, error, strict=True)).__getitem__)
         for size, error in zip(sizes, errors, strict=True)
     ]
     left = limit_bytes - sum(size[pick] for size, pick in zip(sizes, chosen, strict=True))

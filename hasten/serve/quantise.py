@@ -28,6 +28,8 @@ from hasten.ops.panels import Format, Panels, pack, pack_codes
 _CHUNK = 1 << 18
 # Shares of a group's range that are tried beside all of it.
 _SHRINK = (1.0, 0.94, 0.88, 0.8, 0.7)
+# Rows whose columns are rounded together: each of K steps looks at all of them.
+_COMPENSATED_CHUNK = 1 << 22
 # Added to the diagonal of H, in units of its mean, so that it can be inverted (the paper's 1 %).
 _DAMPING = 0.01
 # The largest magnitude becomes this power of two in units of the matrix: the upper half of fp16's range.
@@ -73,23 +75,29 @@ def quantise(matrix_NK: Tensor, format: Format, moments: Tensor | None = None) -
 def search(matrix_NK: Tensor, format: Format, moments: Tensor | None = None) -> Quantised:
     """As `quantise`, before packing."""
     N, K = _checked(matrix_NK, moments)
-    diagonal = moments.diagonal() if moments is not None and moments.dim() == 2 else moments
-    weights_GK = _weights(diagonal, K, format)
+    full = moments.float() if moments is not None and moments.dim() == 2 else None
+    weights_GK = _weights(moments if full is None else full.diagonal(), K, format)
     unit = _unit(matrix_NK)
-    parts = [_search_rows(rows.float(), weights_GK, format, unit) for rows in _row_chunks(matrix_NK)]
-    plain = _joined(parts, N, K, format, unit)
-    if moments is None or moments.dim() < 2 or N == 0:
-        return plain
-    return _better_rows(
-        matrix_NK, moments.float(), plain, _compensated(matrix_NK, moments, weights_GK, format, unit)
-    )
+    if full is None:
+        parts = [
+            _search_rows(rows.float(), weights_GK, format, unit) for rows in _row_chunks(matrix_NK, _CHUNK)
+        ]
+        return _joined(parts, N, K, format, unit)
+    factor = _inverse_factor(full)
+    parts = []
+    for rows in _row_chunks(matrix_NK, _COMPENSATED_CHUNK):
+        rows = rows.float()
+        plain = [_search_rows(few, weights_GK, format, unit) for few in _row_chunks(rows, _CHUNK)]
+        other = _compensated(rows, factor, weights_GK, format, unit)
+        parts.append(_better_rows(rows, full, _joined(plain, len(rows), K, format, unit), other))
+    return _joined(parts, N, K, format, unit)
 
 
 def round_to_nearest(matrix_NK: Tensor, format: Format) -> Quantised:
     """The plain way: the whole range of each group, rounded to nearest. What `search` is never worse than."""
     N, K = _checked(matrix_NK, None)
     unit, parts = _unit(matrix_NK), []
-    for rows in _row_chunks(matrix_NK):
+    for rows in _row_chunks(matrix_NK, _CHUNK):
         grouped = _grouped(rows.float(), format)
         scale, minimum = _whole_range(grouped, format)
         parts.append(_at_most_fp16(grouped, scale, minimum, format, unit))
@@ -139,8 +147,9 @@ def _weights(diagonal: Tensor | None, K: int, format: Format) -> Tensor:
     return weights.view(-1, format.group)
 
 
-def _row_chunks(matrix_NK: Tensor) -> Iterator[Tensor]:
-    step = max(1, _CHUNK // max(1, matrix_NK.shape[1]))
+def _row_chunks(matrix_NK: Tensor, weights: int) -> Iterator[Tensor]:
+    """Rows of about that many weights together."""
+    step = max(1, weights // max(1, matrix_NK.shape[1]))
     for begin in range(0, matrix_NK.shape[0], step):
         yield matrix_NK[begin : begin + step]
 
@@ -302,37 +311,40 @@ def _best_scales(
 
 
 def _compensated(
-    matrix_NK: Tensor, moments_KK: Tensor, weights_GK: Tensor, format: Format, unit: float
+    rows_NK: Tensor, factor_KK: Tensor, weights_GK: Tensor, format: Format, unit: float
 ) -> Quantised:
-    """Columns rounded in turn, the error of each made up for by those to come."""
-    N, K = matrix_NK.shape
-    factor = _inverse_factor(moments_KK)
-    left = matrix_NK.float().clone()
-    codes = torch.empty(N, K, dtype=torch.uint8)
-    scales, minima = (
-        torch.empty(N, format.groups(K)),
-        torch.empty(N, format.groups(K) if format.minima else 0),
-    )
+    """Columns rounded in turn; those to come make up for the error of each. `factor_KK`: of H^-1, upper."""
+    N, K = rows_NK.shape
+    left_KN = rows_NK.t().contiguous()
+    codes_KN = torch.empty(K, N)
+    scales, minima = torch.empty(N, format.groups(K)), torch.empty(N, format.groups(K))
     for number, begin in enumerate(range(0, K, format.group)):
         end = min(begin + format.group, K)
-        block = left[:, begin:end].contiguous()
-        scale, minimum = _best_scales(_grouped(block, format), weights_GK[number : number + 1], format, unit)
-        scales[:, number] = scale[:, 0] / unit
-        if minimum is not None:
-            minima[:, number] = minimum[:, 0] / unit
+        block = left_KN[begin:end]
+        grouped = _grouped(block.t().contiguous(), format)
+        scale, minimum = (
+            None if found is None else found[:, 0]
+            for found in _best_scales(grouped, weights_GK[number : number + 1], format, unit)
+        )
+        assert scale is not None  # every format has one
+        scales[:, number] = scale / unit
         base = scale * -float(format.zero or 0) if minimum is None else minimum
+        minima[:, number] = base / unit
+        inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
         errors = torch.empty_like(block)
         for place in range(end - begin):
-            column = block[:, place : place + 1]
-            code = _codes(column, scale[:, 0], None if minimum is None else minimum[:, 0], format)
-            codes[:, begin + place] = code[:, 0].to(torch.uint8)
             at = begin + place
-            error = (column - torch.addcmul(base, code, scale)) / factor[at, at]
-            errors[:, place : place + 1] = error
-            if place + 1 < end - begin:
-                block[:, place + 1 :].addmm_(error, factor[at : at + 1, at + 1 : end], alpha=-1)
-        if end < K:
-            left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
+            code = (
+                torch.sub(block[place], base, out=codes_KN[at])
+                .mul_(inverse)
+                .round_()
+                .clamp_(0, format.highest)
+            )
+            torch.addcmul(base, code, scale, out=errors[place]).sub_(block[place]).div_(-factor_KK[at, at])
+            later = factor_KK[at, at + 1 : end].unsqueeze(1)
+            block[place + 1 :].addcmul_(later, errors[place].unsqueeze(0), value=-1)
+        left_KN[end:].addmm_(factor_KK[begin:end, end:].t(), errors, alpha=-1)
+    codes = codes_KN.t().to(torch.uint8).contiguous()
     return Quantised(codes, scales.half(), minima.half() if format.minima else None, unit, format)
 
 
@@ -353,26 +365,11 @@ def _inverse_factor(moments_KK: Tensor) -> Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def _better_rows(matrix_NK: Tensor, moments_KK: Tensor, plain: Quantised, other: Quantised) -> Quantised:
+def _better_rows(rows_NK: Tensor, moments_KK: Tensor, plain: Quantised, other: Quantised) -> Part:
     """For each row the one of the two whose products with the inputs are nearer."""
-    step = max(1, _CHUNK * 8 // max(1, matrix_NK.shape[1]))
-    better = []
-    for begin in range(0, matrix_NK.shape[0], step):
-        rows = slice(begin, begin + step)
-        ours = output_errors(matrix_NK[rows], _rows_of(other, rows).dense(), moments_KK)
-        better.append(ours < output_errors(matrix_NK[rows], _rows_of(plain, rows).dense(), moments_KK))
-    keep = torch.cat(better).unsqueeze(1)
-    return Quantised(
-        torch.where(keep, other.codes, plain.codes),
-        torch.where(keep, other.scales, plain.scales),
-        None
-        if other.minima is None or plain.minima is None
-        else torch.where(keep, other.minima, plain.minima),
-        plain.unit,
-        plain.format,
-    )
-
-
-def _rows_of(whole: Quantised, rows: slice) -> Quantised:
-    minima = None if whole.minima is None else whole.minima[rows]
-    return Quantised(whole.codes[rows], whole.scales[rows], minima, whole.unit, whole.format)
+    ours, theirs = (output_errors(rows_NK, found.dense(), moments_KK) for found in (other, plain))
+    keep = (ours < theirs).unsqueeze(1)
+    minima = None
+    if other.minima is not None and plain.minima is not None:
+        minima = torch.where(keep, other.minima, plain.minima)
+    return torch.where(keep, other.codes, plain.codes), torch.where(keep, other.scales, plain.scales), minima

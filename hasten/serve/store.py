@@ -294,7 +294,8 @@ def _read(folder: Path) -> Stored:
             raise ValueError(f"{name} is not what was written")
     content = json.loads((folder / _PROGRAM).read_text(encoding="utf-8"))
     tensors = _read_tensors(folder / _WEIGHTS, mark["tensors"])
-    names, held = content["names"], {}
+    names = content["names"]
+    held: dict[tuple[str, str], Panels] = {}
     panels = {}
     for name, description in content["panels"].items():
         key = (names[f"panels/{name}"], json.dumps(description))
@@ -337,7 +338,7 @@ def _fill(
     file: Path, begin: int, data: Tensor, places: Mapping[str, Any], checksums: Mapping[str, int]
 ) -> None:
     """Reads and checks every tensor, several at a time: reading and summing leave Python's lock."""
-    view = memoryview(data.numpy())
+    view: memoryview = data.numpy().data
 
     def one(name: str) -> None:
         low, high = places[name]

@@ -88,10 +88,10 @@ class _Source:
     @cached_property
     def aliases(self) -> dict[str, str]:
         """Every name of a parameter -> the name under which it is listed."""
-        model, first = self.skeleton(), {}
+        first: dict[int, str] = {}
         return {
             name: first.setdefault(id(parameter), name)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for name, parameter in self.skeleton().named_parameters(remove_duplicate=False)
         }
 
     def canonical(self, name: str) -> str:
