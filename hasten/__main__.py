@@ -28,6 +28,11 @@ _COMMANDS = {
         "Fine-tune a real model twice, plain and with hasten, and compare.", "hasten.bench.command", "demo"
     ),
     "train": _Entry("Train or fine-tune a model from a TOML file or flags.", "hasten.train.command", "train"),
+    "generate": _Entry(
+        "Continue a prompt with a model, as fast as this machine reads it.",
+        "hasten.serve.generate",
+        "generate",
+    ),
     "bench": _Entry(
         "Measure training or single operators against plain PyTorch.", "hasten.bench.command", "bench"
     ),

@@ -22,7 +22,9 @@ from hasten.base.errors import CaptureError, ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.screen import Screen
 
-WEIGHTS = ("auto", "stored", "float32", "bfloat16", "int8", "int4")
+DENSE = ("float32", "bfloat16")
+BUDGETS = ("int8", "int4")
+WEIGHTS = ("auto", "stored", *DENSE, *BUDGETS)
 CACHES = ("bfloat16", "float32")
 DEFAULT_CONTEXT_TOKENS = 8192
 STEP_TOKENS = 512
@@ -70,7 +72,8 @@ def open_runner(
 
     Args:
         weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
-            bits for each matrix within that budget, "bfloat16" and "float32" are dense; "auto" is "stored".
+            bits for each matrix within that budget, "bfloat16" and "float32" are dense; "auto" is
+            "stored" for a GGUF file, else "bfloat16".
         cache: dtype of keys and values, "bfloat16" or "float32".
         context_tokens: longest sequence; default: the model's own, at most 8192.
         cache_bytes: memory for keys and values; default: a quarter of the machine's, at most what 64
@@ -88,6 +91,8 @@ def open_runner(
     screen = screen or Screen(enabled=False)
     started = time.perf_counter()
     path, fingerprint = _locate(model)
+    if weights == "auto":
+        weights = "stored" if str(path).endswith(".gguf") else "bfloat16"
     choice = {"weights": weights, "context": context_tokens}
     store = Store()
     key = store_key(fingerprint, choice) if fingerprint else ""
@@ -158,24 +163,88 @@ def _make(
         screen.warn(f"{path} is served by its ordinary forward pass, which is slow: {error}")
         return _ordinary(path, str(error), words, context, step_tokens)
     captured_s = time.perf_counter() - started
-    panels, note = _pack(source, program, weights, screen)
+    panels, note = _pack(path, source, program, weights, screen)
     tables = {f"v{i}": tensor for i, tensor in enumerate(program.vectors)}
     tables |= {f"t{i}": tensor for i, tensor in enumerate(program.tables)}
     note |= {"capture_s": captured_s, "instructions": len(program.instructions)}
     return Stored(Path(), program.as_dict(), {f"m{i}": p for i, p in enumerate(panels)}, tables, words, note)
 
 
-def _pack(source: Any, program: Any, weights: str, screen: Screen) -> tuple[list[Any], dict[str, Any]]:
-    """Panels of every matrix, in the formats of `weights`."""
-    from hasten.serve.plan_bits import plan_formats
+def _pack(
+    path: Any, source: Any, program: Any, weights: str, screen: Screen
+) -> tuple[list[Any], dict[str, Any]]:
+    """Panels of every matrix, in the formats of `weights`, and what a report says of them."""
+    from hasten.ops.panels import named
 
-    formats, note = plan_formats(source, program.matrices, weights, screen)
+    plan = None
+    if weights in BUDGETS:
+        source, plan = _planned(path, weights, screen)
     panels = []
     with screen.bar("packing weights", len(program.matrices)) as bar:
-        for i, (use, form) in enumerate(zip(program.matrices, formats, strict=True)):
+        for i, use in enumerate(program.matrices):
+            form = named(weights) if weights in DENSE else None if plan is None else plan.format(use.weight)
             panels.append(source.panels(use.weight, form))
             bar.update(i + 1, use.weight.name)
-    return panels, note
+    return panels, {} if plan is None else {"plan": plan.as_dict()}
+
+
+def _planned(path: Any, budget: str, screen: Screen) -> tuple[Any, Any]:
+    """The plan of a budget, from a short calibration on the open model, and a source that holds that model."""
+    from hasten.models import open_model
+    from hasten.serve.calibrate import calibrate
+    from hasten.serve.gate import default_text, text_chunks
+    from hasten.serve.plan import plan_bits
+    from hasten.serve.weights import ModelSource
+
+    model, tokenizer = open_model(path)
+    calibration = None
+    if tokenizer is not None:
+        chunks = text_chunks(tokenizer.encode, default_text(0), first_token=tokenizer.bos_token_id)
+        with screen.bar("calibrating", 1):
+            calibration = calibrate(model, chunks)
+    source = ModelSource(model, tokenizer, calibration)
+    with screen.bar("choosing bits", 1):
+        return source, plan_bits(source, budget)
+
+
+def checked(served: Served, model: str | Path, max_perplexity_ratio: float, screen: Screen) -> Any:
+    """The distance of what is served from the model's own weights on a text; see `hasten.serve.gate`.
+
+    Raises:
+        GateError: the perplexity ratio is above the limit.
+    """
+    from hasten.models import open_model
+    from hasten.serve.gate import compare, default_text, model_logits, text_chunks
+
+    original, tokenizer = open_model(model)
+    chunks = text_chunks(tokenizer.encode, default_text(1), first_token=tokenizer.bos_token_id)
+    with screen.bar("comparing with the model's own weights", 1):
+        gate = compare(model_logits(original), runner_logits(served.runner), chunks, served.about.weights)
+    screen.note(str(gate))
+    gate.refuse(max_perplexity_ratio)
+    return gate
+
+
+def runner_logits(runner: Runner) -> Any:
+    """Logits [T, V] of a sequence of its own, in the first blocks of the runner's cache, which is idle."""
+    import numpy as np
+    import torch
+
+    from hasten.serve.runner import Step
+
+    def logits(tokens_T: torch.Tensor) -> torch.Tensor:
+        tokens = tokens_T.numpy().astype(np.int32)
+        blocks = np.arange(-(-len(tokens) // BLOCK_TOKENS), dtype=np.int32)[None]
+        found = []
+        for begin in range(0, len(tokens), most):
+            rows = np.arange(min(most, len(tokens) - begin), dtype=np.int32)
+            starts = np.array([0, len(rows)], np.int32)
+            step = Step(tokens[begin : begin + most].copy(), rows + begin, starts, (blocks,) * groups, rows)
+            found.append(torch.from_numpy(runner.run(step).copy()))
+        return torch.cat(found)
+
+    most, groups = min(runner.step_tokens, runner.step_logits), len(runner.groups)
+    return logits
 
 
 def _linked(stored: Any, cache: str, cache_bytes: int | None, step_tokens: int) -> tuple[Any, dict[str, int]]:
