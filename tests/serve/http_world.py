@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -127,11 +128,28 @@ class World:
     engine: Engine
     state: State
     server: Server
+    _open: list[Any] = field(default_factory=list)
 
     def client(self, **settings: Any) -> Any:
+        """An official client, closed with the world."""
         import openai
 
-        return openai.OpenAI(**(self._settings() | settings))
+        client = openai.OpenAI(**(self._settings() | settings))
+        self._open.append(client)
+        return client
+
+    @cached_property
+    def http(self) -> Any:
+        """A bare HTTP client, closed with the world."""
+        import httpx2
+
+        client = httpx2.Client(base_url=self.url, timeout=20)
+        self._open.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._open:
+            client.close()
 
     def async_client(self, **settings: Any) -> Any:
         import openai
@@ -187,9 +205,11 @@ def serving(
     )
     state = State(settings or HttpSettings(drain_s=2.0), text, embedder, metrics)
     with running(state) as (url, server):
+        world = World(url, runner, engine, state, server)
         try:
-            yield World(url, runner, engine, state, server)
+            yield world
         finally:
+            world.close()
             runner.gate.set()
             runner.step_s = 0.0
 

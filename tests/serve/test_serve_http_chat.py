@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from http_world import CHATML, MODEL, TOKENIZER, World, digest, serving
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from hasten.serve.http.template import ChatTemplate
 
@@ -83,22 +82,24 @@ def test_usage_comes_once_in_a_chunk_without_choices(world: World) -> None:
     assert with_usage == chunks[-1:]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == len("yes") + 1
-    again = list(ask(world, "say yes", stream=True, stream_options={"include_usage": True}))[-1].usage
-    assert again.prompt_tokens_details.cached_tokens > 0
+    long = "say yes" + " indeed" * 10
+    cached = [
+        list(ask(world, long, stream=True, stream_options={"include_usage": True}))[-1].usage for _ in range(2)
+    ]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in cached] == [0, 64]
 
 
 def test_the_shapes_are_those_of_the_official_types(world: World) -> None:
     """Every field that the official types require is there with its type; nothing is coerced."""
-    strict = ConfigDict(strict=True)
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "say hi"}],
         "logprobs": True,
         "top_logprobs": 2,
     }
-    whole = httpx2.post(f"{world.url}/v1/chat/completions", json=body)
-    TypeAdapter(ChatCompletion).validate_json(whole.content, strict=strict["strict"])
-    streamed = httpx2.post(f"{world.url}/v1/chat/completions", json=body | {"stream": True})
+    whole = world.http.post("/v1/chat/completions", json=body)
+    TypeAdapter(ChatCompletion).validate_json(whole.content, strict=True)
+    streamed = world.http.post("/v1/chat/completions", json=body | {"stream": True})
     assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = streamed.text.strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
@@ -173,7 +174,7 @@ def test_extra_keys_and_unknown_ones(world: World) -> None:
 
 
 def test_keyword_arguments_of_the_template() -> None:
-    template = "{{ messages[0].content }}{% if shout %} loud{% endif %}<|im_start|>assistant\n"
+    template = "{{ messages[0].content }}{% if shout %} loud{% endif %}{{ '<|im_start|>assistant\\n' }}"
     with serving(template=template) as world:
         loud = ask(world, "x", extra_body={"chat_template_kwargs": {"shout": True}})
         assert loud.choices[0].message.content == f"I read {digest('x loud<|im_start|>assistant' + chr(10))}."
@@ -283,7 +284,7 @@ def test_a_conversation_with_tools_reaches_the_template() -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
         "{% elif m.role == 'tool' %}[{{ m.tool_call_id }}: {{ m.content }}]{% else %}{{ m.content }}{% endif %}"
-        "{% endfor %}{{ tools | tojson }}<|im_start|>assistant\n"
+        "{% endfor %}{{ tools | tojson }}{{ '<|im_start|>assistant\\n' }}"
     )
     with serving(template=template) as world:
         answer = world.client().chat.completions.create(

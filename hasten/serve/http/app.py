@@ -71,8 +71,9 @@ def make_app(state: State) -> ASGIApp:
         ClientGone: _nobody,
         Exception: _fault,
     }
-    app: ASGIApp = Starlette(routes=[*post, *get], exception_handlers=handlers)  # type: ignore[arg-type]
-    app = _Guard(app, state.settings)
+    inner = Starlette(routes=[*post, *get], exception_handlers=handlers)  # type: ignore[arg-type]
+    inner.router.redirect_slashes = False
+    app: ASGIApp = _Guard(inner, state.settings)
     if state.settings.allow_origins:
         app = CORSMiddleware(
             app,

@@ -82,7 +82,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise TemplateRefusal(error.message or type(error).__name__) from error
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # A template that adds None to a text, or iterates over a number that a caller gave it.
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 

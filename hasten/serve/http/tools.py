@@ -60,7 +60,7 @@ class _Object:
     @property
     def committed(self) -> bool:
         """Whether this is a call for certain, so that its text is not needed any more."""
-        return self.name is not None and (self.arguments_begun or self.done)
+        return self.name is not None and (self.arguments_begun or self.done) and not self.failed
 
     def feed(self, text: str) -> int:
         for place, character in enumerate(text):
@@ -107,7 +107,7 @@ class _Object:
             # A number or a word, which has no end of its own.
             self._keep_value()
             self._state = "comma"
-            if character not in _SPACE:
+            if not self.failed and character not in _SPACE:
                 self._step(character)
             return
         self._value += character
