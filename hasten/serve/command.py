@@ -34,12 +34,17 @@ Examples:
   HASTEN_API_KEY=secret hasten serve my-folder/ --host 0.0.0.0
 """
 
+# A model's own recommendation for sampling, for requests that say nothing.
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 MODEL = Annotated[
     str, typer.Argument(help="Preset, hub id, folder or GGUF file; a sentence model serves embeddings alone.")
 ]
 HOST = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")]
 PORT = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")]
-NAME = Annotated[str | None, typer.Option("--name", help="What clients call the model.", show_default="MODEL")]
+NAME = Annotated[
+    str | None, typer.Option("--name", help="What clients call the model.", show_default="MODEL")
+]
 EMBEDDINGS = Annotated[
     str | None, typer.Option("--embeddings", help="A sentence model: preset (minilm-l6) or folder.")
 ]
@@ -54,9 +59,7 @@ MAX_QUEUE = Annotated[
     int, typer.Option("--max-queue", min=1, help="Requests that may wait; more get a 429 with Retry-After.")
 ]
 MAX_SEQUENCES = Annotated[int, typer.Option("--max-sequences", min=1, help="Answers made at the same time.")]
-WEIGHTS = Annotated[
-    str, typer.Option("--weights", help="auto, stored, float32, bfloat16, int8 or int4.")
-]
+WEIGHTS = Annotated[str, typer.Option("--weights", help="auto, stored, float32, bfloat16, int8 or int4.")]
 CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16 or float32.")]
 CACHE_GIB = Annotated[
     float | None,
@@ -155,7 +158,9 @@ def _open(
     embedder: Embedder | None = None
     if _is_sentence_model(model):
         if embeddings is not None:
-            raise ConfigError(f"{model!r} makes embeddings already; give a model that generates, or no --embeddings")
+            raise ConfigError(
+                f"{model!r} makes embeddings already; give a model that generates, or no --embeddings"
+            )
         embedder = _embedder(model, name)
         return State(settings, None, embedder, Metrics(embedder.id))
     metrics = Metrics(name or _short(model))
@@ -192,15 +197,17 @@ def _text_model(
     import dataclasses
 
     from hasten.serve.engine import Engine
+    from hasten.serve.grammar import Grammars
     from hasten.serve.http.state import TextModel
     from hasten.serve.http.template import ChatTemplate
     from hasten.serve.open import open_runner
 
     served = open_runner(model, screen=screen, **opening)
     words = served.words
-    engine_settings = dataclasses.replace(engine_settings, eos_tokens=tuple(words.eos_tokens))
+    vocab_size = served.runner.vocab_size
     tokenizer = words.tokenizer()
-    engine = Engine(served.runner, tokenizer, engine_settings, metrics)
+    eos = tuple(words.eos_token_ids)
+    engine = Engine(served.runner, tokenizer, dataclasses.replace(engine_settings, eos_tokens=eos), metrics)
     text = _template_text(template) if template is not None else words.chat_template
     about = served.about
     typer.echo(
@@ -213,8 +220,10 @@ def _text_model(
         engine,
         tokenizer,
         engine.context_tokens,
-        served.runner.vocab_size,
+        vocab_size,
         ChatTemplate(text, words.special_tokens) if text else None,
+        {key: value for key in _DEFAULTS if (value := words.generation.get(key)) is not None},
+        Grammars(tokenizer, eos, vocab_size).compile if eos else None,
     )
 
 
@@ -232,8 +241,8 @@ def _embedder(model: str, name: str | None) -> Embedder:
 
     embedder = open_embedder(model, name)
     typer.echo(
-        f"{embedder.id}: embeddings of {embedder.dimensions} numbers, texts up to {embedder.most_tokens} tokens, "
-        f"{_memory()}",
+        f"{embedder.id}: embeddings of {embedder.dimensions} numbers, texts of at most "
+        f"{embedder.most_tokens} tokens, {_memory()}",
         err=True,
     )
     return embedder

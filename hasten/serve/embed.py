@@ -1,8 +1,8 @@
 """Sentence embeddings: an encoder, pooled and normalised as the model's own folder says.
 
 A folder made by sentence-transformers names its modules in `modules.json`: the encoder, pooling, and perhaps
-normalisation. An encoder's folder without that file gets mean pooling and normalisation. The forward runs through
-`hasten.optimize` in one thread of its own, several requests together in a batch.
+normalisation. An encoder's folder without that file gets mean pooling and normalisation. The forward runs
+through `hasten.optimize` in one thread of its own, several requests together in a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hasten.base.errors import ContextError, EngineStopped, InputError, QueueFull, ServeError, first_line, nearest
+from hasten.base.errors import (
+    ContextError,
+    EngineStopped,
+    InputError,
+    QueueFull,
+    ServeError,
+    first_line,
+    nearest,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,7 +68,8 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
     matryoshka = general.get("matryoshka_dimensions") or general.get("truncate_dim")
     if not modules:
         return SentenceConfig(folder, prompt=prompt, may_truncate=bool(matryoshka))
-    encoder, pooling, normalise = folder, ("mean",), False
+    encoder, normalise = folder, False
+    pooling: tuple[str, ...] = ("mean",)
     for module in modules:
         kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path", ""))
         if kind == "Transformer":
@@ -144,8 +153,8 @@ class _Job:
 class Embedder:
     """A model for embeddings and the thread that runs it.
 
-    `forward(ids [B, S] int64, mask [B, S] int64) -> [B, D] fp32`, numpy. `submit` gives a future whose cancelling
-    drops what has not run yet.
+    `forward(ids [B, S] int64, mask [B, S] int64) -> [B, D] fp32`, numpy. `submit` gives a future; cancelling
+    it drops what has not run yet.
     """
 
     def __init__(
@@ -244,7 +253,7 @@ class Embedder:
                     self._changed.notify_all()
 
     def _next_batch(self) -> list[tuple[_Job, int]]:
-        """Texts of all jobs in turn, so that a large request does not hold up a small one; padded, they fit."""
+        """Texts of all jobs in turn, so that a large request does not hold up a small one."""
         batch: list[tuple[_Job, int]] = []
         longest = 0
         waiting = [job for job in self._jobs if not job.future.cancelled()]
@@ -284,7 +293,9 @@ class Embedder:
                 job.future.set_result(np.stack([vector for vector in job.vectors if vector is not None]))
 
 
-def open_embedder(model: str | Path, name: str | None = None, cache_dir: str | Path | None = None) -> Embedder:
+def open_embedder(
+    model: str | Path, name: str | None = None, cache_dir: str | Path | None = None
+) -> Embedder:
     """Opens a sentence model: a preset (`minilm-l6`), or the folder of an encoder.
 
     Raises InputError where there is none, where it is damaged, and for a module that is not known here.

@@ -1,8 +1,9 @@
 """A whole server in this process for tests: the real engine over a runner that plays a scripted model.
 
-The scripted model sees only what it reads back through its block tables, so an answer depends on the whole prompt and
-on nothing else. In a chat the last message decides: `say TEXT` answers TEXT, `forever` never ends, anything else
-gets a text made from the prompt. Outside a chat the next character is a function of all tokens before it.
+The scripted model sees only what it reads back through its block tables, so an answer depends on the whole
+prompt and on nothing else. In a chat the last message decides: `say TEXT` answers TEXT, `forever` never ends,
+anything else gets a text made from the prompt. Outside a chat the next character is a function of all tokens
+before it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from hasten.serve.engine import Engine, EngineSettings
+from hasten.serve.runner import BLOCK_TOKENS, Group, Step
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from hasten.serve.engine import Engine, EngineSettings
 from hasten.serve.http.limits import HttpSettings
 from hasten.serve.http.metrics import Metrics
-from hasten.serve.http.server import Server, bind, url_of
+from hasten.serve.http.server import Server, bind, run_server, url_of
 from hasten.serve.http.state import State, TextModel
 from hasten.serve.http.template import ChatTemplate
-from hasten.serve.runner import BLOCK_TOKENS, Group, Step
 
 MODEL = "scripted"
 CHATML = (
@@ -79,7 +80,7 @@ def next_token(tokens: Sequence[int]) -> int:
 class ScriptedRunner:
     """Stores tokens where the tables say, and gives the scripted next token the highest logit.
 
-    `gate`: cleared, it holds every step. `fail_on`: a text whose appearance in a sequence makes the step raise.
+    `gate`: cleared, it holds every step. `fail_on`: a sequence with this text makes the step raise.
     """
 
     def __init__(self, context_tokens: int = 512, blocks: int = 256, step_tokens: int = 64) -> None:
@@ -230,3 +231,16 @@ def running(state: State) -> Iterator[tuple[str, Server]]:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+def main(drain_s: float, step_s: float) -> None:
+    """A server in a process of its own; prints its address when it is ready."""
+    runner = ScriptedRunner()
+    runner.step_s = step_s
+    metrics = Metrics(MODEL)
+    engine = Engine(runner, TOKENIZER, EngineSettings(eos_tokens=(END,)), metrics)
+    greedy = {"temperature": 0.0}
+    text = TextModel(MODEL, engine, TOKENIZER, runner.context_tokens, VOCAB, ChatTemplate(CHATML), greedy)
+    bound = bind("127.0.0.1", 0)
+    state = State(HttpSettings(drain_s=drain_s), text, None, metrics)
+    run_server(state, bound, lambda: print(url_of(bound), flush=True))

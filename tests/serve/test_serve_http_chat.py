@@ -84,7 +84,8 @@ def test_usage_comes_once_in_a_chunk_without_choices(world: World) -> None:
     assert chunks[-1].usage.completion_tokens == len("yes") + 1
     long = "say yes" + " indeed" * 10
     cached = [
-        list(ask(world, long, stream=True, stream_options={"include_usage": True}))[-1].usage for _ in range(2)
+        list(ask(world, long, stream=True, stream_options={"include_usage": True}))[-1].usage
+        for _ in range(2)
     ]
     assert [usage.prompt_tokens_details.cached_tokens for usage in cached] == [0, 64]
 
@@ -158,7 +159,10 @@ def test_parts_of_content_and_other_roles(world: World) -> None:
         model=MODEL,
         messages=[
             {"role": "developer", "content": "be brief"},
-            {"role": "user", "content": [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}],
+            },
         ],
     )
     rendered = ChatTemplate(CHATML).render(
@@ -168,9 +172,21 @@ def test_parts_of_content_and_other_roles(world: World) -> None:
 
 
 def test_extra_keys_and_unknown_ones(world: World) -> None:
-    extra = {"top_k": 5, "min_p": 0.0, "repetition_penalty": 1.1, "ignore_eos": False, "something_else": {"a": 1}}
-    assert ask(world, "say fine", extra_body=extra, seed=3, logit_bias={"5": 0.0}).choices[0].message.content == "fine"
-    assert ask(world, "say aa", extra_body={"ignore_eos": True}, max_tokens=9).choices[0].finish_reason == "length"
+    extra = {
+        "top_k": 5,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "ignore_eos": False,
+        "something_else": {"a": 1},
+    }
+    assert (
+        ask(world, "say fine", extra_body=extra, seed=3, logit_bias={"5": 0.0}).choices[0].message.content
+        == "fine"
+    )
+    assert (
+        ask(world, "say aa", extra_body={"ignore_eos": True}, max_tokens=9).choices[0].finish_reason
+        == "length"
+    )
 
 
 def test_keyword_arguments_of_the_template() -> None:
@@ -203,7 +219,8 @@ def test_a_tool_call_in_each_written_form(world: World, said: str) -> None:
 
 def test_streamed_tool_calls_have_an_index_and_a_head(world: World) -> None:
     said = "".join(
-        f'<tool_call>{{"name": "weather", "arguments": {{"place": "{place}"}}}}</tool_call>' for place in "ABC"
+        f'<tool_call>{{"name": "weather", "arguments": {{"place": "{place}"}}}}</tool_call>'
+        for place in "ABC"
     )
     calls: dict[int, dict[str, str]] = {}
     text, reasons = "", []
@@ -283,8 +300,8 @@ def test_constraints_reach_the_grammar() -> None:
 def test_a_conversation_with_tools_reaches_the_template() -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
-        "{% elif m.role == 'tool' %}[{{ m.tool_call_id }}: {{ m.content }}]{% else %}{{ m.content }}{% endif %}"
-        "{% endfor %}{{ tools | tojson }}{{ '<|im_start|>assistant\\n' }}"
+        "{% elif m.role == 'tool' %}[{{ m.tool_call_id }}: {{ m.content }}]{% else %}{{ m.content }}"
+        "{% endif %}{% endfor %}{{ tools | tojson }}{{ '<|im_start|>assistant\\n' }}"
     )
     with serving(template=template) as world:
         answer = world.client().chat.completions.create(
@@ -322,7 +339,9 @@ def test_sixteen_clients_at_once_get_what_each_gets_alone() -> None:
 
                 async def one(text: str) -> str:
                     messages = [{"role": "user", "content": text}]
-                    answer = await client.chat.completions.create(model=MODEL, messages=messages, stream=stream)
+                    answer = await client.chat.completions.create(
+                        model=MODEL, messages=messages, stream=stream
+                    )
                     if not stream:
                         return answer.choices[0].message.content
                     return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])

@@ -46,7 +46,9 @@ def test_prompts_of_every_kind(world: World) -> None:
     texts = ["first", "second one"]
     answer = complete(world, texts, max_tokens=4, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in answer.choices] == [expected(text, 4) for text in texts for _ in range(2)]
+    assert [choice.text for choice in answer.choices] == [
+        expected(text, 4) for text in texts for _ in range(2)
+    ]
     tokens = TOKENIZER.encode("first").ids
     assert complete(world, tokens, max_tokens=4).choices[0].text == expected("first", 4)
     assert complete(world, [tokens, tokens], max_tokens=4).choices[1].text == expected("first", 4)
@@ -54,7 +56,9 @@ def test_prompts_of_every_kind(world: World) -> None:
 
 def test_streams(world: World) -> None:
     texts = {0: "", 1: ""}
-    chunks = list(complete(world, ["a", "b"], max_tokens=6, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        complete(world, ["a", "b"], max_tokens=6, stream=True, stream_options={"include_usage": True})
+    )
     for chunk in chunks[:-1]:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == {0: expected("a", 6), 1: expected("b", 6)}
@@ -113,7 +117,9 @@ def test_what_cannot_be_done_is_said(world: World, more: dict[str, Any], message
         complete(world, "x", **more)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], [300], [-1], [1, 999999], ["a", ""], [["a"]], [1, "a"], None, 5])
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], [300], [-1], [1, 999999], ["a", ""], [["a"]], [1, "a"], None, 5]
+)
 def test_prompts_that_are_none(world: World, prompt: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(world, prompt)

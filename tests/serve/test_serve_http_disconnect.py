@@ -9,16 +9,20 @@ from typing import Any
 
 import openai
 import pytest
+from hasten.serve.engine import EngineSettings
 from http_world import END, MODEL, ScriptedRunner, World, serving, until
 
-from hasten.serve.engine import EngineSettings
 from hasten.serve.http.limits import HttpSettings
 
 
-def connect(world: World, text: str, *, stream: bool, path: str = "/v1/chat/completions", **more: Any) -> socket.socket:
+def connect(
+    world: World, text: str, *, stream: bool, path: str = "/v1/chat/completions", **more: Any
+) -> socket.socket:
     """A request on a bare socket, sent whole."""
     host, _, port = world.url.removeprefix("http://").partition(":")
-    wanted = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    wanted = (
+        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    )
     body = json.dumps({"model": MODEL, "stream": stream} | wanted | more).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -92,7 +96,9 @@ def test_within_one_step() -> None:
 def test_several_prompts_and_choices_leave_together() -> None:
     with serving() as world:
         world.runner.step_s = 0.002
-        connection = connect(world, "", stream=True, path="/v1/completions", prompt=["a", "b", "c"], n=2, max_tokens=400)
+        connection = connect(
+            world, "", stream=True, path="/v1/completions", prompt=["a", "b", "c"], n=2, max_tokens=400
+        )
         assert until(lambda: running(world) == 6)
         connection.close()
         assert world.idle()

@@ -1,4 +1,5 @@
 """Chat templates give what transformers gives."""
+# ruff: noqa: E501 (templates stand as models have them)
 
 from __future__ import annotations
 
@@ -234,7 +235,11 @@ def test_a_template_that_is_damaged() -> None:
 
 def test_the_template_of_a_folder(tmp_path: Path) -> None:
     assert template_of_folder(tmp_path) is None
-    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": "{{ bos_token }}1"}
+    config = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "chat_template": "{{ bos_token }}1",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert _render(tmp_path) == "<s>1"
     config["chat_template"] = [{"name": "default", "template": "{{ eos_token }}2"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -93,8 +94,8 @@ def test_what_is_no_call_is_given_back(text: str) -> None:
 
 
 _PARTS = st.sampled_from(
-    [CALL, f"<tool_call>{CALL}</tool_call>", "<tool_call>", "</tool_call>", "{", "}", "[", "]", ",", ";", " ", "\n",
-     '"name"', ":", '"add"', '{"name": "add"', "[TOOL_CALLS]", "<|python_tag|>", "words", "<tool", '"arguments": {}']
+    [CALL, f"<tool_call>{CALL}</tool_call>", "<tool_call>", "</tool_call>", *"{}[],; \n:", '"name"', '"add"',
+     '{"name": "add"', "[TOOL_CALLS]", "<|python_tag|>", "words", "<tool", '"arguments": {}']
 )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ _PARTS = st.sampled_from(
 def test_the_cuts_change_nothing(parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
     assert read(*pieces) == read(text)
     assert read(*text) == read(text)
 
@@ -123,7 +124,11 @@ def body_of(tool_choice: Any, **more: Any) -> ChatBody:
         }
         for name, kind in (("a", "string"), ("b", "integer"))
     ]
-    given = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": tool_choice} | more
+    given = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": tools,
+        "tool_choice": tool_choice,
+    } | more
     return ChatBody.model_validate_json(json.dumps(given))
 
 

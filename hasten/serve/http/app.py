@@ -31,11 +31,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hasten.base.errors import UserError
+from hasten.base.errors import HastenError
 from hasten.serve.http.chat import chat
 from hasten.serve.http.completions import complete
 from hasten.serve.http.embeddings import embed
-from hasten.serve.http.errors import ApiError, bad_request, draining, internal
+from hasten.serve.http.errors import ApiError, draining, internal, of_hasten
 from hasten.serve.http.limits import HttpSettings
 from hasten.serve.http.protocol import Body, ChatBody, CompletionBody, EmbeddingBody, parse
 from hasten.serve.http.responses import ClientGone
@@ -64,8 +64,7 @@ def make_app(state: State) -> ASGIApp:
         Route("/v1/models/{name:path}", _bound(state, _model), methods=["GET"]),
     ]
     handlers = {
-        ApiError: _api_error,
-        UserError: _user_error,
+        HastenError: _bound_error(state),
         HTTPException: _http_error,
         ClientDisconnect: _nobody,
         ClientGone: _nobody,
@@ -171,12 +170,12 @@ def _card(name: str, created: int) -> dict[str, object]:
     return {"id": name, "object": "model", "created": created, "owned_by": "hasten"}
 
 
-async def _api_error(request: Request, error: ApiError) -> Response:
-    return error.response()
+def _bound_error(state: State) -> Callable[[Request, HastenError], Awaitable[Response]]:
+    async def handler(request: Request, error: HastenError) -> Response:
+        waiting = state.text.engine.stats().waiting if state.text is not None else 0
+        return of_hasten(error, waiting).response()
 
-
-async def _user_error(request: Request, error: UserError) -> Response:
-    return bad_request(str(error)).response()
+    return handler
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -237,8 +236,8 @@ class _Guard:
     def _is_ours(self, origin: str, host: str) -> bool:
         """Whether a page of `origin` may call: it is allowed by name, or it is our own page.
 
-        Without a key, a name in `host` must be that of this machine, because any site can let its own name point
-        here (DNS rebinding); an address cannot be bent like that.
+        Without a key, a name in `host` must be that of this machine, because any site can let its own name
+        point here (DNS rebinding); an address cannot be bent like that.
         """
         if "*" in self._origins or origin in self._origins:
             return True
@@ -264,7 +263,15 @@ class _Outside:
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app, self._state = app, state
         self._paths = frozenset(
-            {"/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
+            {
+                "/",
+                "/health",
+                "/metrics",
+                "/v1/models",
+                "/v1/chat/completions",
+                "/v1/completions",
+                "/v1/embeddings",
+            }
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,13 +40,16 @@ async def chat(state: State, body: ChatBody, http: HttpRequest) -> Response:
 async def _start(state: State, model: TextModel, body: ChatBody, http: HttpRequest) -> _Answer:
     if model.template is None:
         raise bad_request(
-            f"{model.id!r} has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+            f"{model.id!r} has no chat template; use /v1/completions, or start the server with "
+            "--chat-template FILE",
             "messages",
             "no_chat_template",
         )
     prompt = await encode(model, render_prompt(body, model.template), add_special_tokens=False)
     most_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = room(model, len(prompt), body.most_tokens, None, most_name if body.most_tokens else "messages")
+    max_tokens = room(
+        model, len(prompt), body.most_tokens, None, most_name if body.most_tokens else "messages"
+    )
     top = (body.top_logprobs or 0) if body.logprobs else None
     grammar = await _grammar(model, body)
     params = sampling(model, body, max_tokens=max_tokens, logprobs=top, grammar=grammar)
@@ -95,7 +98,11 @@ class _Choice:
 
     def message(self) -> dict[str, Any]:
         text = "".join(self.content)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else ""), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text or (None if self.calls else ""),
+            "refusal": None,
+        }
         return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
@@ -119,8 +126,8 @@ class _Answer:
     def cancel(self) -> None:
         self._generation.cancel()
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The chunks of a stream: a role for each choice, its text or calls, its end; then usage if asked for."""
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The chunks of a stream: for each choice a role, its text or calls, its end; then usage if asked."""
         tail = {"usage": None} if self._body.include_usage else {}
         begun = [False] * len(self._ended)
         async with aclosing(self._steps()) as steps:
@@ -162,7 +169,7 @@ class _Answer:
         ]
         return self._head | {"object": "chat.completion", "choices": shown, "usage": self._generation.usage()}
 
-    async def _steps(self) -> AsyncIterator[tuple[int, dict[str, Any], Any, str | None]]:
+    async def _steps(self) -> AsyncGenerator[tuple[int, dict[str, Any], Any, str | None]]:
         """Choice number, what is new of its message, its log-probabilities, and its finish reason once."""
         async with aclosing(self._generation.deltas()) as deltas:
             async for number, delta in deltas:
@@ -177,14 +184,17 @@ class _Answer:
                     break
 
     def _read(self, number: int, delta: Delta) -> tuple[list[dict[str, Any]], str | None]:
-        reader, reason = self._readers[number], delta.finish_reason
+        reader = self._readers[number]
+        reason: str | None = delta.finish_reason
         if reader is None:
             self._ended[number] = reason is not None
             return ([{"content": delta.text}] if delta.text else []), reason
         pieces = reader.feed(delta.text)
         if reason is not None:
             pieces += reader.finish()
-        elif self._body.parallel_tool_calls is False and isinstance(reader, tools.ToolReader) and reader.calls:
+        elif (
+            self._body.parallel_tool_calls is False and isinstance(reader, tools.ToolReader) and reader.calls
+        ):
             # One call was asked for and it is whole; what follows would be a second one.
             reason = "stop"
         if reason is not None:
@@ -201,5 +211,7 @@ def _as_delta(piece: tools.Piece) -> dict[str, Any]:
         return {"content": piece.text}
     if isinstance(piece, tools.CallStart):
         function = {"name": piece.name, "arguments": ""}
-        return {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
+        return {
+            "tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]
+        }
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}

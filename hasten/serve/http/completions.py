@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +50,9 @@ async def _start(state: State, model: TextModel, body: CompletionBody, http: Htt
         max_tokens = room(
             model, len(tokens), body.max_tokens, _DEFAULT_TOKENS, "max_tokens" if body.max_tokens else where
         )
-        echoes.append((prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)) if body.echo else "")
+        echoes.append(
+            (prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)) if body.echo else ""
+        )
         if max_tokens:
             params = sampling(model, body, max_tokens=max_tokens, logprobs=top)
             requests.append(Request(prompt_tokens=tokens, params=params, request_id=http.state.request_id))
@@ -92,7 +94,9 @@ class _Answer:
         self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
         top = body.logprobs
         self._logprobs = (
-            None if top is None else [CompletionLogprobs(model.bytes_of, top, len(echo)) for echo in self._echoes]
+            None
+            if top is None
+            else [CompletionLogprobs(model.bytes_of, top, len(echo)) for echo in self._echoes]
         )
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -106,7 +110,7 @@ class _Answer:
         if self._generation is not None:
             self._generation.cancel()
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The chunks of a stream; the prompt, where it is echoed, is the first of its choice."""
         tail = {"usage": None} if self._body.include_usage else {}
         async with aclosing(self._steps()) as steps:
@@ -138,7 +142,7 @@ class _Answer:
         ]
         return self._head | {"choices": shown, "usage": self._usage()}
 
-    async def _steps(self) -> AsyncIterator[tuple[int, str, dict[str, list[Any]] | None, str | None]]:
+    async def _steps(self) -> AsyncGenerator[tuple[int, str, dict[str, list[Any]] | None, str | None]]:
         """Choice number, new text, its log-probabilities, and the finish reason once."""
         for number, echo in enumerate(self._echoes):
             if echo or self._generation is None:
@@ -147,7 +151,9 @@ class _Answer:
             return
         async with aclosing(self._generation.deltas()) as deltas:
             async for number, delta in deltas:
-                logprobs = self._logprobs[number](delta.logprobs) if self._logprobs and delta.logprobs else None
+                logprobs = (
+                    self._logprobs[number](delta.logprobs) if self._logprobs and delta.logprobs else None
+                )
                 yield number, delta.text, logprobs, delta.finish_reason
 
     def _usage(self) -> dict[str, Any]:

@@ -27,15 +27,17 @@ async def embed(state: State, body: EmbeddingBody, http: HttpRequest) -> Respons
     if body.dimensions is not None:
         if body.dimensions > dimensions or (body.dimensions < dimensions and not embedder.may_truncate):
             allowed = f"1 to {dimensions}" if embedder.may_truncate else f"only {dimensions}"
-            raise bad_request(f"dimensions: {embedder.id!r} allows {allowed}, got {body.dimensions}", "dimensions")
+            raise bad_request(
+                f"dimensions: {embedder.id!r} allows {allowed}, got {body.dimensions}", "dimensions"
+            )
         dimensions = body.dimensions
     try:
         tokens = await asyncio.to_thread(embedder.encode, inputs)
-        vectors = await unless_gone(http, asyncio.wrap_future(embedder.submit(tokens)))
     except ContextError as error:
         raise bad_request(str(error), "input", "context_length_exceeded") from error
     except UserError as error:
         raise bad_request(str(error), "input") from error
+    vectors = await unless_gone(http, asyncio.wrap_future(embedder.submit(tokens)))
     if dimensions < vectors.shape[1]:
         vectors = vectors[:, :dimensions]
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -50,7 +52,8 @@ async def embed(state: State, body: EmbeddingBody, http: HttpRequest) -> Respons
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(shown)
+                {"object": "embedding", "index": index, "embedding": vector}
+                for index, vector in enumerate(shown)
             ],
             "model": embedder.id,
             "usage": {"prompt_tokens": count, "total_tokens": count},

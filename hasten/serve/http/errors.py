@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from hasten.base.errors import HastenError
+from hasten.base.errors import ContextError, EngineStopped, HastenError, QueueFull, UserError
 
 _TYPES = {
     401: "authentication_error",
@@ -53,14 +53,24 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def queue_full(message: str, retry_after_s: int = 1) -> ApiError:
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(retry_after_s)})
-
-
 def draining() -> ApiError:
-    return ApiError(
-        503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"}
-    )
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+def of_hasten(error: HastenError, waiting: int = 0) -> ApiError:
+    """What a fault from below is to a client; `waiting` requests make it come again later or sooner."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextError):
+        return bad_request(str(error), None, "context_length_exceeded")
+    if isinstance(error, UserError):
+        return bad_request(str(error))
+    if isinstance(error, QueueFull):
+        again_s = min(30, 1 + waiting // 8)
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(again_s)})
+    if isinstance(error, EngineStopped):
+        return ApiError(503, str(error), code="engine_stopped", headers={"Retry-After": "5"})
+    return ApiError(500, str(error), code="generation_failed")
 
 
 def internal() -> ApiError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from hasten.base.errors import ContextError, EngineStopped, QueueFull, UserError
-from hasten.serve.http.errors import ApiError, bad_request, draining, queue_full
+from hasten.base.errors import HastenError, UserError
+from hasten.serve.http.errors import ApiError, bad_request, draining
 from hasten.serve.http.protocol import GenerationBody
 from hasten.serve.http.state import State, TextModel
 from hasten.serve.sampling import SamplingParams
@@ -57,8 +56,8 @@ def room(model: TextModel, prompt_tokens: int, most: int | None, default: int | 
     if left < 1 or (most is not None and most > left):
         answer = "" if most is None else f" and {most} for the answer"
         raise bad_request(
-            f"this model's context is {model.context_tokens} tokens, but the request needs {prompt_tokens} for the "
-            f"prompt{answer}; shorten the prompt or ask for fewer tokens",
+            f"this model's context is {model.context_tokens} tokens, but the request needs {prompt_tokens} for "
+            f"the prompt{answer}; shorten the prompt or ask for fewer tokens",
             param,
             "context_length_exceeded",
         )
@@ -80,7 +79,9 @@ def sampling(
         given["top_k"] = 0
     for token in given.get("logit_bias") or ():
         if token >= model.vocab_size:
-            raise bad_request(f"logit_bias: token {token} is not among 0 to {model.vocab_size - 1}", "logit_bias")
+            raise bad_request(
+                f"logit_bias: token {token} is not among 0 to {model.vocab_size - 1}", "logit_bias"
+            )
     if (given.get("min_tokens") or 0) > max_tokens:
         raise bad_request(
             f"min_tokens: at most max_tokens, {max_tokens}, got {given['min_tokens']}", "min_tokens"
@@ -112,14 +113,13 @@ async def compile_grammar(model: TextModel, kind: str, schema: Mapping[str, Any]
 class Generation:
     """The streams of one HTTP request, one for each prompt; choice `i` of prompt `p` has number `p n + i`.
 
-    Submitting is all or nothing. Raises ApiError: 429 where the queue is full, 503 where the engine stops.
+    Submitting is all or nothing. Raises what the engine raises: a full queue, a stopped engine, a prompt that
+    is too long.
     """
 
     def __init__(self, state: State, model: TextModel, requests: Sequence[Request]) -> None:
         self._state = state
-        self._model = model
         self._streams: list[Stream] = []
-        self._choices = 0
         self.usages: list[Usage] = []
         self.generated_tokens = 0
         if state.draining:
@@ -127,29 +127,16 @@ class Generation:
         try:
             for request in requests:
                 self._streams.append(model.engine.submit(request))
-        except QueueFull as error:
+        except HastenError:
             self.cancel()
-            raise queue_full(str(error), self._retry_after_s()) from error
-        except EngineStopped as error:
-            self.cancel()
-            raise ApiError(503, str(error), code="engine_stopped", headers={"Retry-After": "5"}) from error
-        except ContextError as error:
-            self.cancel()
-            raise bad_request(str(error), None, "context_length_exceeded") from error
-        except UserError as error:
-            self.cancel()
-            raise bad_request(str(error)) from error
-        self._choices = self._streams[0].choices if self._streams else 0
-
-    def _retry_after_s(self) -> int:
-        """Longer where more wait; the client tries again with jitter of its own."""
-        return min(30, max(1, math.ceil(self._model.engine.stats().waiting / 8)))
+            raise
+        self._choices = self._streams[0].choices
 
     def cancel(self) -> None:
         for stream in self._streams:
             stream.cancel()
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
         """Pairs of choice number and delta as they come; cancels what is left when it is closed.
 
         Raises ApiError for a choice that failed or was stopped by the server.
@@ -191,7 +178,7 @@ def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int)
     }
 
 
-async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Delta]]:
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta]]:
     """Deltas of several streams in the order in which they come."""
     arrived: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
 

@@ -27,10 +27,10 @@ class Limits:
 class HttpSettings:
     """How the door behaves.
 
-    `api_keys`: any of them opens `/v1`; empty: no key is asked for. `allow_origins`: web pages of these origins
-    may call the server (CORS); empty: only the built-in page. `strict`: an unknown field is a 400. `drain_s`:
-    the time that running requests get after SIGTERM. `keep_alive_s`: a stream that has nothing to say sends a
-    comment this often, so that proxies do not cut it.
+    `api_keys`: any of them opens `/v1`; empty: no key is asked for. `allow_origins`: web pages of these
+    origins may call the server (CORS); empty: only the built-in page. `strict`: an unknown field is a 400.
+    `drain_s`: the time that running requests get after SIGTERM. `keep_alive_s`: a stream that has nothing to
+    say sends a comment this often, so that proxies do not cut it.
     """
 
     limits: Limits = field(default_factory=Limits)

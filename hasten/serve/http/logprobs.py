@@ -26,7 +26,7 @@ class ChatLogprobs:
         top = [self._token(token, logprob) for token, logprob in item.top[: self._top]]
         return self._token(item.token, item.logprob) | {"top_logprobs": top}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = self._bytes_of(token)
         return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
@@ -40,7 +40,12 @@ class CompletionLogprobs:
         self._reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def __call__(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
-        lists: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        lists: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
         for item in sampled:
             data = self._bytes_of(item.token)
             lists["text_offset"].append(self._offset)
@@ -60,5 +65,5 @@ def _name(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _finite(logprob: float) -> float:
-    return max(float(logprob), _LEAST)
+def _finite(logprob: float | None) -> float:
+    return _LEAST if logprob is None else max(float(logprob), _LEAST)

@@ -47,7 +47,9 @@ def _message(index: int, message: Message) -> dict[str, Any]:
         if message.role == "assistant" and message.refusal is not None:
             content = message.refusal
         else:
-            raise bad_request(f"{where}.content is required", f"{where}.content", "missing_required_parameter")
+            raise bad_request(
+                f"{where}.content is required", f"{where}.content", "missing_required_parameter"
+            )
     calls = [
         {
             "id": call.id,
@@ -72,11 +74,15 @@ def _message(index: int, message: Message) -> dict[str, Any]:
 def _text(part: Part, where: str) -> str:
     if part.type not in ("text", "refusal"):
         raise bad_request(
-            f"{where}: this model reads text; a part of type {part.type!r} cannot be used", where, "unsupported_content"
+            f"{where}: this model reads text; a part of type {part.type!r} cannot be used",
+            where,
+            "unsupported_content",
         )
     text = part.text if part.type == "text" else part.refusal
     if text is None:
-        raise bad_request(f"{where}.{part.type} is required", f"{where}.{part.type}", "missing_required_parameter")
+        raise bad_request(
+            f"{where}.{part.type} is required", f"{where}.{part.type}", "missing_required_parameter"
+        )
     return text
 
 

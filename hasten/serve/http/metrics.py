@@ -35,18 +35,26 @@ class Metrics(Observer):
         self.requests = Counter(
             "hasten:http_requests", "Requests by path and status.", ("path", "status"), registry=self.registry
         )
-        self.embedded = Counter("hasten:embedding_tokens", "Tokens embedded.", ("model_name",), registry=self.registry)
+        self.embedded = Counter(
+            "hasten:embedding_tokens", "Tokens embedded.", ("model_name",), registry=self.registry
+        )
         self._first_token = self._histogram(
             "hasten:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_S
         )
         self._between = self._histogram(
             "hasten:inter_token_latency_seconds", "Time between the tokens of a choice.", _BETWEEN_S
         )
-        self._whole = self._histogram("hasten:e2e_request_latency_seconds", "Submission to the end.", _WHOLE_S)
+        self._whole = self._histogram(
+            "hasten:e2e_request_latency_seconds", "Submission to the end.", _WHOLE_S
+        )
         self._queued = self._histogram("hasten:request_queue_time_seconds", "Time in the queue.", _WHOLE_S)
         self._prompts = self._histogram("hasten:request_prompt_tokens", "Prompt tokens of a choice.", _TOKENS)
-        self._answers = self._histogram("hasten:request_generation_tokens", "Generated tokens of a choice.", _TOKENS)
-        self._steps = self._histogram("hasten:iteration_tokens_total", "Tokens of an engine step.", _STEP_TOKENS)
+        self._answers = self._histogram(
+            "hasten:request_generation_tokens", "Generated tokens of a choice.", _TOKENS
+        )
+        self._steps = self._histogram(
+            "hasten:iteration_tokens_total", "Tokens of an engine step.", _STEP_TOKENS
+        )
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
         histogram = Histogram(name, text, ("model_name",), buckets=tuple(buckets), registry=self.registry)
@@ -71,7 +79,9 @@ class Metrics(Observer):
         for _ in range(count):
             self._between.observe(since_last_s / count)
 
-    def finished(self, reason: FinishReason, total_s: float, prompt_tokens: int, completion_tokens: int) -> None:
+    def finished(
+        self, reason: FinishReason, total_s: float, prompt_tokens: int, completion_tokens: int
+    ) -> None:
         self._whole.observe(total_s)
         self._prompts.observe(prompt_tokens)
         self._answers.observe(completion_tokens)
@@ -97,7 +107,11 @@ class _EngineNumbers(Collector):
         counters = (
             ("hasten:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("hasten:generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("hasten:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_query_tokens),
+            (
+                "hasten:prefix_cache_queries",
+                "Prompt tokens looked up in the cache.",
+                stats.prefix_query_tokens,
+            ),
             ("hasten:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hit_tokens),
             ("hasten:num_preemptions", "Sequences put back for want of blocks.", stats.preemptions),
             ("hasten:spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens),
@@ -112,7 +126,9 @@ class _EngineNumbers(Collector):
             counter.add_metric((self._name,), value)
             yield counter
         ended = CounterMetricFamily(
-            "hasten:request_success", "Choices by the reason of their end.", labels=("model_name", "finished_reason")
+            "hasten:request_success",
+            "Choices by the reason of their end.",
+            labels=("model_name", "finished_reason"),
         )
         for reason, count in sorted(stats.finished.items()):
             ended.add_metric((self._name, reason), count)

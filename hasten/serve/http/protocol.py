@@ -1,7 +1,7 @@
 """The bodies that the server reads, checked: one model for each endpoint.
 
-A field of OpenAI's that cannot be honoured is a 400 that says so, unless the value given asks for nothing. What
-is not in the models is ignored, or refused with `strict`.
+A field of OpenAI's that cannot be honoured is a 400 that says so, unless the value given asks for nothing.
+What is not in the models is ignored, or refused with `strict`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
         Annotated[
-            dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_numbers_by_token, dict[str, Any])
+            dict[int, Annotated[float, Field(ge=-100, le=100)]],
+            BeforeValidator(_numbers_by_token, dict[str, Any]),
         ]
         | None
     ) = None
@@ -201,7 +202,8 @@ class ChatBody(GenerationBody):
             described = self.response_format.json_schema
             if described is None or described.schema_ is None:
                 raise bad_request(
-                    "response_format of type json_schema needs json_schema.schema", "response_format.json_schema"
+                    "response_format of type json_schema needs json_schema.schema",
+                    "response_format.json_schema",
                 )
         refuse(self, _CHAT_REFUSED)
 
@@ -216,10 +218,9 @@ class ChatBody(GenerationBody):
             return
         if not names:
             raise bad_request("tool_choice needs tools", "tool_choice")
-        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        if isinstance(choice, NamedChoice) and (name := choice.function.name) not in names:
             raise bad_request(
-                f"tool_choice: no tool is named {choice.function.name!r}; {nearest(choice.function.name, names)}",
-                "tool_choice",
+                f"tool_choice: no tool is named {name!r}; {nearest(name, names)}", "tool_choice"
             )
 
     @property
@@ -252,7 +253,8 @@ class CompletionBody(GenerationBody):
             raise bad_request("suffix: text cannot be inserted between two texts here", "suffix")
         if self.echo and self.logprobs is not None:
             raise bad_request(
-                "echo together with logprobs: log-probabilities of the prompt are not computed here", "logprobs"
+                "echo together with logprobs: log-probabilities of the prompt are not computed here",
+                "logprobs",
             )
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens: 0 needs echo: true", "max_tokens")
@@ -262,13 +264,13 @@ class CompletionBody(GenerationBody):
     def prompts(self, limits: Limits) -> list[str | list[int]]:
         """One entry for each prompt: text, or token ids."""
         given = self.prompt
-        single = isinstance(given, str) or bool(given) and isinstance(given[0], int)
+        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         prompts: list[Any] = [given] if single else list(given)
         if not prompts:
             raise bad_request("prompt: the list is empty", "prompt")
         if len(prompts) * (self.n or 1) > limits.choices:
             raise bad_request(
-                f"prompt: prompts times n is at most {limits.choices}, got {len(prompts)} times {self.n or 1}",
+                f"prompt: prompts times n is at most {limits.choices}, got {len(prompts) * (self.n or 1)}",
                 "prompt",
             )
         return prompts
@@ -285,7 +287,7 @@ class EmbeddingBody(Body):
 
     def inputs(self, limits: Limits) -> list[str | list[int]]:
         given = self.input
-        single = isinstance(given, str) or bool(given) and isinstance(given[0], int)
+        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         inputs: list[Any] = [given] if single else list(given)
         if not inputs:
             raise bad_request("input: the list is empty", "input")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -53,16 +53,16 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events out of `events`; an ApiError before the first event is an ordinary error response, later
-    one is a chunk with an error object, which clients raise.
+    """Server-sent events out of `events`; an ApiError before the first event is an ordinary error response, a
+    later one is a chunk with an error object, which clients raise.
 
-    Every `keep_alive_s` without an event a comment is sent. `close` is called in the end in any case, also where
-    the client left before the first event was asked for.
+    Every `keep_alive_s` without an event a comment is sent. `close` is called in the end in any case, also
+    where the client left before the first event was asked for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], keep_alive_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None], keep_alive_s: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close = events, close
@@ -84,7 +84,7 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async with aclosing(self._events) as events:
                 async for data in events:
                     await self._send(send, data)
         except ApiError as error:
@@ -115,6 +115,3 @@ class EventStream(Response):
             await asyncio.sleep(self._keep_alive_s)
             if not self._sent:
                 await self._send(send, b": still working\n\n")
-
-
-Handler = Callable[[Request], Awaitable[Response]]

@@ -47,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _refused(error: Exception, host: str, port: int) -> ConfigError:
     return ConfigError(
         {
-            errno.EADDRINUSE: f"port {port} of {host} is in use; give another with --port, or 0 for any free one",
+            errno.EADDRINUSE: f"port {port} of {host} is in use; give another with --port, or 0 for any",
             errno.EACCES: f"port {port} of {host} needs more rights; give one above 1023 with --port",
             errno.EADDRNOTAVAIL: f"--host {host!r} is no address of this machine",
         }.get(getattr(error, "errno", 0) or 0, f"cannot listen on {host}:{port}: {error}")
@@ -62,8 +62,8 @@ def url_of(bound: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which on SIGTERM or Ctrl-C refuses new requests, gives running ones `drain_s`, ends the
-    rest with an error that clients understand, and leaves with exit code 0. A second Ctrl-C leaves at once.
+    """uvicorn's server, which on SIGTERM or Ctrl-C refuses new requests, gives running ones `drain_s`, ends
+    the rest with an error that clients understand, and leaves with exit code 0. A second Ctrl-C leaves at once.
     """
 
     def __init__(self, state: State, on_ready: Callable[[], None] | None = None) -> None:
@@ -103,11 +103,13 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that ended the server gracefully does not kill the process afterwards."""
+        """As uvicorn's, but a signal that ended the server gracefully does not kill the process after that."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:

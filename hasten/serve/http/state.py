@@ -101,5 +101,8 @@ class State:
         known = [model for model, _ in self.model_ids()]
         if name is not None and name not in known:
             raise ApiError(
-                404, f"the model {name!r} is not here; {nearest(name, known)}", param="model", code="model_not_found"
+                404,
+                f"the model {name!r} is not here; {nearest(name, known)}",
+                param="model",
+                code="model_not_found",
             )

@@ -1,7 +1,8 @@
 """Chat templates: a model's own Jinja text, rendered as transformers does, without transformers.
 
-Importing transformers' tokenizer classes takes seconds; a template needs only Jinja's sandbox and the few names
-that templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and loop controls.
+Importing transformers' tokenizer classes takes seconds; a template needs only Jinja's sandbox and the few
+names that templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and loop
+controls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hasten.base.errors import InputError
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class TemplateRefusal(ValueError):
+class TemplateRefusal(ValueError):  # noqa: N818
     """The template itself said no (`raise_exception`), or cannot work with these messages."""
 
 
@@ -47,9 +48,13 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in texts.items()}
         except jinja2.TemplateSyntaxError as error:
-            raise InputError(f"the chat template is damaged at line {error.lineno}: {error.message}") from error
+            raise InputError(
+                f"the chat template is damaged at line {error.lineno}: {error.message}"
+            ) from error
         if "default" not in self._templates and "tool_use" not in self._templates:
-            raise InputError(f"no chat template is named 'default'; there are: {', '.join(texts) or '(none)'}")
+            raise InputError(
+                f"no chat template is named 'default'; there are: {', '.join(texts) or '(none)'}"
+            )
         self._texts = texts
         self._special_tokens = dict(special_tokens or {})
 
@@ -98,7 +103,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(form: str) -> str:
@@ -175,7 +182,7 @@ def template_of_folder(folder: Path) -> ChatTemplate | None:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on out of a tokenizer's settings, where a token is a text or an object with `content`."""
+    """`bos_token` and so on out of a tokenizer's settings: each a text, or an object with `content`."""
     found = {name: config.get(name) for name in _SPECIAL}
     return {
         name: value["content"] if isinstance(value, Mapping) else str(value)

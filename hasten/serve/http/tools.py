@@ -1,9 +1,9 @@
 """Tool calls: found in a model's text while it streams, and forced by a grammar where the request asks.
 
-Two written forms are read. Hermes and Qwen put each call between `<tool_call>` and `</tool_call>`; Llama 3 and
-Mistral begin the whole answer with the object, or with a list of them, perhaps after a marker. An object is
-`{"name": ..., "arguments": {...}}`; `parameters` is another name for the second key. What turns out to be no call
-is given back as ordinary text, character for character.
+Two written forms are read. Hermes and Qwen put each call between `<tool_call>` and `</tool_call>`; Llama 3
+and Mistral begin the whole answer with the object, or with a list of them, perhaps after a marker. An object
+is `{"name": ..., "arguments": {...}}`; `parameters` is another name for the second key. What turns out to be
+no call is given back as ordinary text, character for character.
 """
 
 from __future__ import annotations
@@ -138,7 +138,12 @@ class _Object:
 
     def _streams(self) -> bool:
         is_arguments = self._key in ("arguments", "parameters")
-        return is_arguments and self.name is not None and self._value.startswith("{") and not self._arguments_read
+        return (
+            is_arguments
+            and self.name is not None
+            and self._value.startswith("{")
+            and not self._arguments_read
+        )
 
     def _keep_value(self) -> None:
         if self._streams():
@@ -364,7 +369,9 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
         if isinstance(piece, Words) and isinstance(before, Words):
             joined[-1] = Words(before.text + piece.text)
         elif (
-            isinstance(piece, CallArguments) and isinstance(before, CallArguments) and piece.index == before.index
+            isinstance(piece, CallArguments)
+            and isinstance(before, CallArguments)
+            and piece.index == before.index
         ):
             joined[-1] = CallArguments(piece.index, before.text + piece.text)
         elif isinstance(piece, CallStart) or piece.text:
@@ -420,7 +427,10 @@ def forced_schema(body: ChatBody) -> dict[str, Any] | None:
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": _moved(schema, f"tool{number}", definitions)},
+                "properties": {
+                    "name": {"const": name},
+                    "arguments": _moved(schema, f"tool{number}", definitions),
+                },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
@@ -438,7 +448,9 @@ def _moved(schema: dict[str, Any], prefix: str, definitions: dict[str, Any]) -> 
     def rewrite(value: Any) -> Any:
         if isinstance(value, dict):
             return {
-                key: _moved_reference(item, prefix) if key == "$ref" and isinstance(item, str) else rewrite(item)
+                key: _moved_reference(item, prefix)
+                if key == "$ref" and isinstance(item, str)
+                else rewrite(item)
                 for key, item in value.items()
             }
         return [rewrite(item) for item in value] if isinstance(value, list) else value
