@@ -13,6 +13,8 @@ from http_world import CHATML, MODEL, TOKENIZER, World, digest, serving
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
+from hasten.serve.http.messages import render_prompt
+from hasten.serve.http.protocol import ChatBody
 from hasten.serve.http.template import ChatTemplate
 
 WEATHER = {
@@ -254,6 +256,28 @@ def test_no_call_is_read_where_none_may_be_made(world: World) -> None:
     assert ask(world, f"say {said}").choices[0].message.content == said
     other = '{"name": "Bob", "age": 3}'
     assert ask(world, f"say {other}", tools=[WEATHER]).choices[0].message.content == other
+
+
+def test_a_template_without_tools_gets_them_in_words(world: World) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "A"}'}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Let me look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "user", "content": "And?"},
+    ]
+    body = ChatBody.model_validate_json(json.dumps({"messages": messages, "tools": [WEATHER]}))
+    prompt = render_prompt(body, ChatTemplate(CHATML))
+    system, user, assistant, last = prompt.split("<|im_end|>\n")[:4]
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert json.dumps(WEATHER) in system
+    assert user == "<|im_start|>user\nhi"
+    assert assistant == (
+        "<|im_start|>assistant\nLet me look.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"place": "A"}}\n</tool_call>'
+    )
+    assert last == "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\nAnd?"
 
 
 class Recorder:

@@ -155,6 +155,7 @@ def test_models(world: World) -> None:
         world.client().embeddings.create(model=MODEL, input="x")
     without_name = post(world, "/v1/completions", {"prompt": "x"})
     assert without_name.json()["model"] == MODEL
+    assert world.http.get("/v1/models").json()["data"][0]["max_model_len"] == world.runner.context_tokens
 
 
 def test_the_body_has_a_limit(world: World) -> None:
@@ -383,7 +384,7 @@ _SOUND = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]),
     sound=_SOUND,

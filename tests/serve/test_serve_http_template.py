@@ -201,7 +201,7 @@ def test_equal_to_transformers(name: str, messages: Any, tools: Any, prompt: boo
 def test_arguments_of_the_caller_and_named_templates() -> None:
     texts = {"default": "{{ greeting }}", "tool_use": "{{ tools | length }} tools"}
     template = ChatTemplate(texts)
-    assert template.render(SHORT, greeting="hello") == "hello"
+    assert template.render(SHORT, more={"greeting": "hello"}) == "hello"
     assert template.render(SHORT, TOOLS) == "1 tools"
     assert template.reads("greeting")
     assert not template.reads("effort")

@@ -31,7 +31,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hasten.base.errors import HastenError
+from hasten.base.errors import EngineStopped, HastenError
 from hasten.serve.http.chat import chat
 from hasten.serve.http.completions import complete
 from hasten.serve.http.embeddings import embed
@@ -148,6 +148,9 @@ async def _page(request: Request) -> Response:
 async def _health(state: State, request: Request) -> Response:
     if state.draining:
         raise draining()
+    stopped = state.text.engine.stats().stopped if state.text is not None else None
+    if stopped is not None:
+        raise EngineStopped(f"the engine takes no requests: {stopped}")
     return JSONResponse({"status": "ok"})
 
 
@@ -157,17 +160,32 @@ async def _metrics(state: State, request: Request) -> Response:
 
 
 async def _models(state: State, request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_card(*item) for item in state.model_ids()]})
+    return JSONResponse({"object": "list", "data": list(_cards(state).values())})
 
 
 async def _model(state: State, request: Request) -> Response:
     name = request.path_params["name"]
     state.check_model(name)
-    return JSONResponse(_card(name, dict(state.model_ids())[name]))
+    return JSONResponse(_cards(state)[name])
 
 
-def _card(name: str, created: int) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "hasten"}
+def _cards(state: State) -> dict[str, dict[str, object]]:
+    """OpenAI's card of each model, with vLLM's name for the context."""
+    contexts = {}
+    if state.text is not None:
+        contexts[state.text.id] = state.text.context_tokens
+    if state.embedder is not None:
+        contexts[state.embedder.id] = state.embedder.most_tokens
+    return {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "hasten",
+            "max_model_len": contexts[name],
+        }
+        for name, created in state.model_ids()
+    }
 
 
 def _bound_error(state: State) -> Callable[[Request, HastenError], Awaitable[Response]]:

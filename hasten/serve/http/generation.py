@@ -56,8 +56,8 @@ def room(model: TextModel, prompt_tokens: int, most: int | None, default: int | 
     if left < 1 or (most is not None and most > left):
         answer = "" if most is None else f" and {most} for the answer"
         raise bad_request(
-            f"this model's context is {model.context_tokens} tokens, but the request needs {prompt_tokens} for "
-            f"the prompt{answer}; shorten the prompt or ask for fewer tokens",
+            f"this model's context is {model.context_tokens} tokens, but the request needs {prompt_tokens} "
+            f"for the prompt{answer}; shorten the prompt or ask for fewer tokens",
             param,
             "context_length_exceeded",
         )

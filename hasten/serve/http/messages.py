@@ -10,6 +10,14 @@ from hasten.serve.http.protocol import ChatBody, Message, Part
 from hasten.serve.http.template import ChatTemplate, TemplateRefusal
 
 _RESERVED = ("messages", "tools", "documents")
+_TOOL_WORDS = """You may call functions to help with the user's request. These functions exist:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and its arguments as JSON, in this form:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
 
 
 def render_prompt(body: ChatBody, template: ChatTemplate) -> str:
@@ -29,11 +37,48 @@ def render_prompt(body: ChatBody, template: ChatTemplate) -> str:
             more.setdefault("reasoning_effort", body.reasoning_effort)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.uses_tools else None
     messages = [_message(index, message) for index, message in enumerate(body.messages)]
+    if not template.reads("tools"):
+        messages, tools = _written_out(messages, tools), None
     generation_prompt = more.pop("add_generation_prompt", True)
     try:
-        return template.render(messages, tools, bool(generation_prompt), **more)
+        return template.render(messages, tools, bool(generation_prompt), more)
     except TemplateRefusal as refusal:
         raise bad_request(f"the model's chat template refuses this chat: {refusal}", "messages") from refusal
+
+
+def _written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Tools, calls and their results as plain messages, for a template that has no place for them.
+
+    The words around them are those of Hermes, the most common form among open models.
+    """
+    written: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        message = dict(message)
+        if calls := message.pop("tool_calls"):
+            texts = [
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
+            ]
+            message["content"] = "\n".join([text for text in (message["content"], *texts) if text])
+        is_result = message["role"] == "tool"
+        if is_result:
+            message |= {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            message["tool_call_id"] = None
+        before = written[-1] if written else None
+        if before is not None and before["role"] == message["role"] == "user" and (is_result or was_result):
+            # Results of several calls, or a result and a question: many templates want roles in turn.
+            before["content"] += "\n" + message["content"]
+        else:
+            written.append(message)
+        was_result = is_result
+    if tools:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        words = _TOOL_WORDS.format(tools=listed)
+        if written and written[0]["role"] == "system":
+            written[0]["content"] += "\n\n" + words
+        else:
+            written.insert(0, {"role": "system", "content": words})
+    return written
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:

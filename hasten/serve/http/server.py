@@ -63,7 +63,8 @@ def url_of(bound: socket.socket) -> str:
 
 class Server(uvicorn.Server):
     """uvicorn's server, which on SIGTERM or Ctrl-C refuses new requests, gives running ones `drain_s`, ends
-    the rest with an error that clients understand, and leaves with exit code 0. A second Ctrl-C leaves at once.
+    the rest with an error that clients understand, and leaves with exit code 0. A second Ctrl-C leaves at
+    once.
     """
 
     def __init__(self, state: State, on_ready: Callable[[], None] | None = None) -> None:
@@ -103,7 +104,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that ended the server gracefully does not kill the process after that."""
+        """As uvicorn's, but a signal that ended the server does not kill the process after that."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -67,9 +67,10 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **more: Any,
+        more: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Keys whose value is None are left out of messages, as transformers does.
+        """The prompt's text; `more` are names that the template may read. Keys whose value is None are left out
+        of messages, as transformers does.
 
         Raises TemplateRefusal with the template's own words.
         """
@@ -78,12 +79,10 @@ class ChatTemplate:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return template.render(
-                **(
-                    self._special_tokens
-                    | {"documents": None}
-                    | more
-                    | {"messages": plain, "tools": tools, "add_generation_prompt": add_generation_prompt}
-                )
+                self._special_tokens
+                | {"documents": None}
+                | dict(more or {})
+                | {"messages": plain, "tools": tools, "add_generation_prompt": add_generation_prompt}
             )
         except jinja2.TemplateError as error:
             raise TemplateRefusal(error.message or type(error).__name__) from error
