@@ -18,15 +18,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from hasten.serve.engine import Engine, EngineSettings
-from hasten.serve.runner import BLOCK_TOKENS, Group, Step
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from hasten.serve.engine import Engine, EngineSettings
 from hasten.serve.http.limits import HttpSettings
 from hasten.serve.http.metrics import Metrics
 from hasten.serve.http.server import Server, bind, run_server, url_of
 from hasten.serve.http.state import State, TextModel
 from hasten.serve.http.template import ChatTemplate
+from hasten.serve.runner import BLOCK_TOKENS, Group, Step
 
 MODEL = "scripted"
 CHATML = (
@@ -83,19 +83,22 @@ class ScriptedRunner:
     `gate`: cleared, it holds every step. `fail_on`: a sequence with this text makes the step raise.
     """
 
-    def __init__(self, context_tokens: int = 512, blocks: int = 256, step_tokens: int = 64) -> None:
+    def __init__(self, context_tokens: int = 2048, blocks: int = 512, step_tokens: int = 256) -> None:
         self.vocab_size, self.context_tokens = VOCAB, context_tokens
         self.step_tokens, self.step_logits = step_tokens, 32
         self.groups = (Group(None, blocks),)
         self.gate = threading.Event()
         self.gate.set()
+        self.held = False
         self.step_s = 0.0
         self.fail_on: str | None = None
         self.steps = 0
         self._stored = np.full((blocks, BLOCK_TOKENS), -1, np.int32)
 
     def run(self, step: Step) -> np.ndarray:
+        self.held = not self.gate.is_set()
         self.gate.wait(10)
+        self.held = False
         time.sleep(self.step_s)
         self.steps += 1
         logits = np.zeros((len(step.wanted), self.vocab_size), np.float32)

@@ -10,12 +10,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from hasten.serve.engine import EngineSettings
 from http_world import CHATML, END, MODEL, World, serving, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.base.errors import ConfigError
+from hasten.serve.engine import EngineSettings
 from hasten.serve.http.limits import HttpSettings, Limits
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "say ok"}]}

@@ -56,9 +56,8 @@ def _written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | N
     for message in messages:
         message = dict(message)
         if calls := message.pop("tool_calls"):
-            texts = [
-                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
-            ]
+            written_calls = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            texts = [f"<tool_call>\n{call}\n</tool_call>" for call in written_calls]
             message["content"] = "\n".join([text for text in (message["content"], *texts) if text])
         is_result = message["role"] == "tool"
         if is_result:

@@ -69,8 +69,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text; `more` are names that the template may read. Keys whose value is None are left out
-        of messages, as transformers does.
+        """The prompt's text; `more` are names that the template may read. Keys whose value is None are left
+        out of messages, as transformers does.
 
         Raises TemplateRefusal with the template's own words.
         """
