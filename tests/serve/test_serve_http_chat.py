@@ -9,10 +9,12 @@ from typing import Any
 
 import openai
 import pytest
-from http_world import CHATML, MODEL, TOKENIZER, World, digest, serving
+from http_world import CHATML, END, MODEL, TOKENIZER, VOCAB, World, digest, serving
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
+from hasten.serve.engine import EngineSettings
+from hasten.serve.grammar import Grammars
 from hasten.serve.http.messages import render_prompt
 from hasten.serve.http.protocol import ChatBody
 from hasten.serve.http.template import ChatTemplate
@@ -351,9 +353,59 @@ def test_a_conversation_with_tools_reaches_the_template() -> None:
         assert answer.choices[0].message.content == f"I read {digest(rendered)}."
 
 
-def test_sixteen_clients_at_once_get_what_each_gets_alone() -> None:
+def test_constrained_answers_are_of_the_form_asked_for() -> None:
+    """The model would rather say something else; only the grammar makes these answers."""
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "sure": {"type": "boolean"}},
+        "required": ["colour", "sure"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name in ("paint", "describe")
+    ]
+    with serving(grammar=Grammars(TOKENIZER, [END], VOCAB).compile) as world:
+
+        def check(text: str) -> None:
+            value = json.loads(text)
+            assert value["colour"] in ("red", "blue")
+            assert isinstance(value["sure"], bool)
+            assert len(value) == 2
+
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+        for seed in range(3):
+            answer = ask(world, "say no", response_format=form, seed=seed, temperature=1.5, max_tokens=200)
+            assert answer.choices[0].finish_reason == "stop"
+            check(answer.choices[0].message.content)
+            named = {"type": "function", "function": {"name": "paint"}}
+            answer = ask(world, "say no", tools=tools, tool_choice=named, seed=seed, temperature=1.5)
+            call = answer.choices[0].message.tool_calls[0].function
+            assert (answer.choices[0].finish_reason, call.name) == ("tool_calls", "paint")
+            check(call.arguments)
+            calls: dict[int, list[str]] = {}
+            for chunk in ask(
+                world, "say no", tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed,
+                temperature=1.5, stream=True,
+            ):  # fmt: skip
+                assert not chunk.choices[0].delta.content
+                for part in chunk.choices[0].delta.tool_calls or ():
+                    calls.setdefault(part.index, []).append(part.function.name or part.function.arguments)
+            assert list(calls) == [0]
+            assert calls[0][0] in names
+            check("".join(calls[0][1:]))
+        broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
+        with pytest.raises(openai.BadRequestError, match="colour") as caught:
+            ask(world, "x", response_format=broken)
+        assert caught.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"prefix_cache": False, "draft_tokens": 4}], ids=["plain", "drafts"]
+)
+def test_sixteen_clients_at_once_get_what_each_gets_alone(settings: dict[str, Any]) -> None:
     texts = [f"needle {number} " + "hay " * (number % 5) for number in range(16)]
-    with serving() as world:
+    with serving(engine_settings=EngineSettings(eos_tokens=(END,), **settings)) as world:
         alone = [ask(world, text).choices[0].message.content for text in texts]
         assert len(set(alone)) == 16
         world.runner.step_s = 0.001
