@@ -56,6 +56,7 @@ class Linked:
         self.panels, self.vectors, self.tables = list(panels), list(program.vectors), list(program.tables)
         self.step_tokens, self.step_logits = step_tokens, step_logits
         instructions = with_prepare(self.program.instructions, formats)
+        self.ordered = instructions
         self.few, self.many = barriers(instructions, True), barriers(instructions, False)
         meets = [a and b for a, b in zip(self.few, self.many, strict=True)]
         offsets, widths = plan_arena(instructions, program.roots, program.logits, meets)

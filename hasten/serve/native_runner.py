@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class NativeRunner:
             for window, blocks in zip(program.windows(), linked.cache_settings.blocks, strict=True)
         )
         self._run = torch.ops.hasten_cpu.program_run
+        self._times: torch.Tensor | None = None
 
     def run(self, step: Step) -> np.ndarray:
         """fp32 logits [wanted rows, vocab], valid until the next call."""
@@ -32,9 +34,21 @@ class NativeRunner:
             linked.instructions, linked.matrices, linked.layers, linked.prepared, linked.sizes,
             torch.from_numpy(step.tokens), torch.from_numpy(step.positions), torch.from_numpy(step.starts),
             [torch.from_numpy(table) for table in step.tables], torch.from_numpy(step.wanted),
-            len(step.tokens), len(step.starts) - 1, wanted,
+            len(step.tokens), len(step.starts) - 1, wanted, self._times,
         )  # fmt: skip
         return linked.logits[:wanted].numpy()
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[dict[str, float]]:
+        """Seconds by operation of all steps inside, filled when it ends; waiting for other threads included."""
+        instructions, found = self._linked.ordered, {}
+        self._times = torch.zeros(len(instructions), dtype=torch.float64)
+        try:
+            yield found
+        finally:
+            for one, seconds in zip(instructions, self._times.tolist(), strict=True):
+                found[one.op] = found.get(one.op, 0.0) + seconds
+            self._times = None
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) of a group, in order."""

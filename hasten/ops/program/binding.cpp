@@ -7,6 +7,8 @@
 #include <immintrin.h>
 #endif
 
+#include <chrono>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -31,7 +33,7 @@ class Barrier {
             return;
         }
         for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-            if (spins > 20000) std::this_thread::yield();
+            if (spins > 2000) std::this_thread::yield();
 #if defined(__x86_64__)
             _mm_pause();
 #endif
@@ -55,6 +57,31 @@ char* scratch_of_thread(int64_t bytes) {
     return (char*)((uintptr_t(memory.data()) + 63) / 64 * 64);
 }
 
+// Parts of the keys so that each thread has four units of work or so, all the same number, and a part four
+// blocks of keys.
+int64_t parts_of(int64_t units, int64_t threads, int64_t longest) {
+    const int64_t most = longest / (4 * BLOCK_TOKENS);
+    int64_t parts = (4 * threads + units - 1) / units;
+    while (parts < most && units * parts % threads) parts++;
+    return std::min(parts, most);
+}
+
+// Tiles in an order in which threads that take equal runs of them get equal work: the tiles of a sequence grow
+// with their place in it.
+void deal(std::vector<int32_t>& sequences, std::vector<int32_t>& firsts, int64_t hands) {
+    const int64_t tiles = int64_t(firsts.size());
+    std::vector<int32_t> a, b;
+    for (int64_t hand = 0; hand < hands; hand++)
+        for (int64_t round = 0; round * hands < tiles; round++) {
+            const int64_t i = round * hands + (round % 2 ? hands - 1 - hand : hand);
+            if (i >= tiles) continue;
+            a.push_back(sequences[i]);
+            b.push_back(firsts[i]);
+        }
+    sequences = a;
+    firsts = b;
+}
+
 const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
     TORCH_CHECK(t.scalar_type() == at::kInt && t.is_contiguous() && t.numel() >= least, "program_run: ", name,
                 " must be contiguous int32 with at least ", least, " values; got ", t.scalar_type(), " ",
@@ -67,7 +94,8 @@ const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
 void program_run(const at::Tensor& instructions, const at::Tensor& matrices, const at::Tensor& layers,
                  const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
                  const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
-                 const at::Tensor& wanted, int64_t rows, int64_t sequences, int64_t wanted_rows) {
+                 const at::Tensor& wanted, int64_t rows, int64_t sequences, int64_t wanted_rows,
+                 const std::optional<at::Tensor>& times) {
     TORCH_CHECK(rows > 0 && sequences > 0 && sizes.size() == 3, "program_run: an empty step");
     const Level& chosen = level();
     const Kernels& k = *chosen.kernels;
@@ -113,21 +141,20 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
             longest = std::max<int64_t>(longest, s.positions[r] + 1);
         }
     }
+    const int threads = at::get_num_threads();
+    if (s.tile_tokens > 1) deal(tile_sequence, tile_first, threads);
     s.sequence_of = sequence_of.data();
     s.tile_sequence = tile_sequence.data();
     s.tile_first = tile_first.data();
     s.tiles = int64_t(tile_sequence.size());
 
-    const int threads = at::get_num_threads();
     int64_t scratch = 0, partial = 0;
     s.parts = 1;
     for (int64_t i = 0; i < p.count; i++)
         if (p.instructions[i].op == Op::attend) {
-            // Few tiles: the keys of each are shared out, four blocks or more to a part.
+            // Few tiles: the keys of each are shared out.
             const int64_t units = s.tiles * p.layers[p.instructions[i].i[0]].heads;
-            if (units < 4 * threads)
-                s.parts = std::max<int64_t>(
-                    s.parts, std::min<int64_t>((4 * threads + units - 1) / units, longest / (4 * BLOCK_TOKENS)));
+            if (units < 4 * threads) s.parts = std::max(s.parts, parts_of(units, threads, longest));
         }
     for (int64_t i = 0; i < p.count; i++) {
         const Instruction& in = p.instructions[i];
@@ -140,17 +167,26 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
     p.partial = parts.data();
     launches.fetch_add(1, std::memory_order_relaxed);
 
+    // Seconds of each instruction, waiting included, as the first thread sees them.
+    double* seconds = times ? times->data_ptr<double>() : nullptr;
+    TORCH_CHECK(!seconds || times->numel() >= p.count, "program_run: times for ", p.count, " instructions");
+    auto now = [] {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    };
+
     auto work = [&](int thread, int team, Barrier* barrier) {
         char* memory = scratch_of_thread(scratch);
         const bool few = rows <= p.few;
         for (int64_t i = 0; i < p.count; i++) {
             const Instruction& in = p.instructions[i];
+            const double begin = seconds && thread == 0 ? now() : 0;
             if (barrier && (few ? in.barrier_few : in.barrier_many)) barrier->wait();
             const bool attention = is_attention(in.op);
             const int64_t units = attention ? k.program_attention_units(p, s, in) : k.program_units(p, s, in);
             const int64_t first = units * thread / team, last = units * (thread + 1) / team;
             if (first < last)
                 (attention ? k.program_attention_run : k.program_run)(p, s, in, first, last - first, memory);
+            if (seconds && thread == 0) seconds[i] += now() - begin;
         }
         if (p.brgemm) release_brgemm();
     };
@@ -173,6 +209,6 @@ TORCH_LIBRARY_FRAGMENT(hasten_cpu, m) {
     m.def(
         "program_run(Tensor instructions, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
         "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, int rows, "
-        "int sequences, int wanted_rows) -> ()",
+        "int sequences, int wanted_rows, Tensor(a!)? times=None) -> ()",
         hasten::program_run);
 }

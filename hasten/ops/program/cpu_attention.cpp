@@ -65,6 +65,11 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
     }
 }
 
+// Brings words into the second-level cache.
+inline void fetch(const uint32_t* p, int64_t words) {
+    for (int64_t i = 0; i < words; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
 // One tile of queries of one KV head over one part of its keys.
 struct Tile {
     int64_t head, part, sequence, first, tokens, M;  // rows [first, first + tokens) of the step
@@ -138,6 +143,11 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         const uint32_t* block = block_of(c, s, t.sequence, b);
         const uint32_t* K = block + t.head * c.d_units * T;
         const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
+        if (b + 1 < t.end) {  // blocks lie anywhere, so the processor cannot guess the next one
+            const uint32_t* next = block_of(c, s, t.sequence, b + 1);
+            fetch(next + t.head * c.d_units * T, c.d_units * T);
+            fetch(next + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
+        }
         gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores, T, false);
         for (int64_t m = 0; m < t.M; m++) {
             float* x = scores + m * T;
