@@ -93,7 +93,7 @@ def test_small_integers_are_exact(format: Format, how: How) -> None:
 
 def test_more_rows_than_one_pass_takes(how: How) -> None:
     for format in checks.COMMON:
-        checks.check_exact(format, 20, 40, 600)
+        checks.check_exact(format, 20, 600, 600)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -122,12 +122,14 @@ def test_bits_do_not_depend_on_threads(how: How) -> None:
 
 
 def test_bits_of_a_row_do_not_depend_on_the_others(how: How) -> None:
-    """Dense panels sum in one order for any number of rows; quantised ones as long as the rows are few."""
+    """Dense panels sum in one order for any number of rows, quantised ones are read in integers for any number,
+    unless torch's product takes many rows or integers are slow.
+    """
     for format in checks.COMMON:
-        if not format.dense:
-            checks.check_same_row(format, (1, 2, 3, 5, 8))
-        elif not how.brgemm or format == FLOAT32:
-            checks.check_same_row(format, (1, 2, 3, 5, 8, 9, 33, 70))
+        for_any = format == FLOAT32 or not how.brgemm
+        if how.level == "generic" or (not how.vnni and format.bits == 8):
+            for_any = format.dense
+        checks.check_same_row(format, (1, 2, 3, 5, 8, 9, 33, 70) if for_any else (1, 2, 3, 5, 8))
 
 
 def test_different_bits_of_gate_and_factor(how: How) -> None:

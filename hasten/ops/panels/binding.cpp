@@ -62,7 +62,8 @@ Tensor linear(const Tensor& x_, const Tensor& data, at::IntArrayRef format, doub
         TORCH_CHECK((factor.format == Panel::quantised) == (p.matrix.format == Panel::quantised) &&
                         (factor.format == p.matrix.format || factor.format == Panel::quantised),
                     "panel_linear: formats ", format, " and ", up_format, " read x in different forms");
-        if (up_bias) up_bias_ = floats(*up_bias, {N}, "up_bias"), factor.bias = up_bias_.const_data_ptr<float>();
+        if (up_bias)
+            up_bias_ = floats(*up_bias, {N}, "up_bias"), factor.bias = up_bias_.const_data_ptr<float>();
         p.up = &factor;
     }
     if (residual) {
@@ -90,7 +91,8 @@ Tensor linear(const Tensor& x_, const Tensor& data, at::IntArrayRef format, doub
 }
 
 // Rows `ids` (int64) of the matrix, fp32 [..., K].
-Tensor rows(const Tensor& data, at::IntArrayRef format, double unit, int64_t N, int64_t K, const Tensor& ids_) {
+Tensor rows(const Tensor& data, at::IntArrayRef format, double unit, int64_t N, int64_t K,
+            const Tensor& ids_) {
     const Matrix m = matrix_of(data, format, unit, N, K);
     const Tensor ids = ids_.to(at::kLong).contiguous();
     auto sizes = ids.sizes().vec();

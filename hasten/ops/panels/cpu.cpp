@@ -4,8 +4,6 @@
 namespace hasten {
 namespace {
 
-constexpr int64_t TORCH_ROWS = 32;  // torch's product takes row counts that are multiples of this
-
 // The largest of |x| over a block of floats, as bits: NaN is above infinity, which is above the rest.
 inline uint32_t largest_bits(const float* x) {
     VI top{};
@@ -13,9 +11,29 @@ inline uint32_t largest_bits(const float* x) {
         const VI bits = (VI)((VU)load(x + i) & 0x7fffffffu);
         top = bits > top ? bits : top;
     }
+#if defined(__AVX512F__)
+    return uint32_t(_mm512_reduce_max_epi32((__m512i)top));
+#else
     int32_t largest = 0;
     for (int i = 0; i < W; i++) largest = std::max(largest, top[i]);
     return uint32_t(largest);
+#endif
+}
+
+// Stores W integers as bytes and returns their sum.
+inline int32_t narrow_bytes(VI v, int8_t* to) {
+#if defined(__AVX512F__)
+    const __m128i narrow = _mm512_cvtepi32_epi8((__m512i)v);
+    std::memcpy(to, &narrow, W);
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) {
+        to[i] = int8_t(v[i]);
+        sum += v[i];
+    }
+    return sum;
+#endif
 }
 
 // A block of 32 floats as int8 with one scale; words `width` apart. The scale of a block that holds a number
@@ -27,22 +45,14 @@ inline void write_block(const float* x, uint32_t* to, int64_t width) {
     // Below, 127 / largest would be infinite.
     const float inverse = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
     const float scale = finite ? inverse > 0 ? largest / 127.0f : 0.0f : __builtin_nanf("");
-    int8_t bytes[BLOCK];
-    if (finite) {
-        typedef int8_t VC __attribute__((vector_size(W)));
-        for (int64_t i = 0; i < BLOCK; i += W) {
-            // 1.5 * 2^23: adding it rounds to the nearest integer, which are then the lowest bits.
-            const VI rounded = (VI)(load(x + i) * inverse + 12582912.0f) - 0x4b400000;
-            const VC narrow = __builtin_convertvector(rounded, VC);
-            std::memcpy(bytes + i, &narrow, W);
-        }
-    } else {
-        std::memset(bytes, 0, BLOCK);
-    }
+    int8_t bytes[BLOCK] = {};
     int32_t low = 0, high = 0;
-    for (int64_t i = 0; i < BLOCK / 2; i++) {
-        low += bytes[i];
-        high += bytes[BLOCK / 2 + i];
+    if (finite) {
+        for (int64_t i = 0; i < BLOCK; i += W) {
+            // 1.5 * 2^23: adding it rounds to the nearest integer, whose bits are then the lowest.
+            const VI rounded = (VI)(load(x + i) * inverse + 12582912.0f) - 0x4b400000;
+            (i < BLOCK / 2 ? low : high) += narrow_bytes(rounded, bytes + i);
+        }
     }
     for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to + u * width, bytes + 4 * u, 4);
     const float numbers[4] = {scale, scale * float(low + high), scale * float(low), scale * float(high)};
@@ -61,9 +71,10 @@ void write_bytes(const float* x, int64_t K, uint32_t* to, int64_t width) {
     }
 }
 
-void write_floats(const float* x, int64_t K, uint32_t* to, int64_t width) {
-    for (int64_t k = 0; k < K; k++) std::memcpy(to + k * width, x + k, 4);
-    if (K & 1) to[K * width] = 0;
+// `words` words, zeros behind the end.
+void write_floats(const float* x, int64_t K, int64_t words, uint32_t* to, int64_t width) {
+    for (int64_t k = 0; k < std::min(K, words); k++) std::memcpy(to + k * width, x + k, 4);
+    for (int64_t k = std::max<int64_t>(K, 0); k < words; k++) to[k * width] = 0;
 }
 
 #if defined(__AVX512F__)
@@ -85,23 +96,17 @@ HASTEN_BF16_TARGET void write_pairs(const float* x, int64_t K, int64_t words, ui
 }
 #endif
 
-void write_row(PanelForm form, const float* x, int64_t K, uint32_t* to, int64_t width) {
-    switch (form) {
-        case PanelForm::bytes:
-            return write_bytes(x, K, to, width);
-        case PanelForm::floats:
-            return write_floats(x, K, to, width);
-        default:
+// K values, which may be fewer or more than the words hold.
+void write_units(bool pairs, const float* x, int64_t K, int64_t words, uint32_t* to, int64_t width) {
 #if defined(__AVX512F__)
-            write_pairs<PairBF16>(x, K, words_of(form, K), to, width);
+    if (pairs) return write_pairs<PairBF16>(x, K, words, to, width);
 #endif
-            return;
-    }
+    write_floats(x, K, words, to, width);
 }
 
 int64_t prepared_bytes(const PanelProduct& p) {
     const PanelForm form = form_of(p);
-    int64_t rows = round_up(p.M, TORCH_ROWS);
+    int64_t rows = round_up(p.M, ROWS_STEP);
     if (is_few(form) && p.M > 0) {
         const Tile last(p.M, tiles_of(p.M) - 1);
         rows = last.first + last.width;
@@ -110,18 +115,31 @@ int64_t prepared_bytes(const PanelProduct& p) {
 }
 
 void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
+    if (rows == 0) return;
     const PanelForm form = form_of(p);
+    const bool pairs = form == PanelForm::pairs || form == PanelForm::pairs_rows;
     const int64_t K = p.matrix.K, words = words_of(form, K), end = first + rows;
-    uint32_t* to = (uint32_t*)p.prepared;
-    if (form == PanelForm::floats_rows || rows == 0) return;
-    if (form == PanelForm::pairs_rows) {
-        for (int64_t r = first; r < end; r++) write_row(form, p.x + r * p.x_row, K, to + r * words, 1);
-        if (end == p.M) std::memset(to + end * words, 0, size_t((round_up(end, TORCH_ROWS) - end) * words) * 4);
+    if (!is_few(form)) {
+        for (int64_t index = 0; index * UNITS < words; index++) {
+            const RowsBlock block(p, index, words);
+            const int64_t k = block.first * (pairs ? 2 : 1);
+            for (int64_t r = first; r < end; r++)
+                write_units(pairs, p.x + r * p.x_row + k, K - k, block.words, block.data + r * block.words,
+                            1);
+            if (end == p.M)
+                std::memset(block.data + end * block.words, 0,
+                            size_t((round_up(end, ROWS_STEP) - end) * block.words) * 4);
+        }
         return;
     }
+    uint32_t* to = (uint32_t*)p.prepared;
     for (int64_t r = first; r < end; r++) {
         const Tile tile(p.M, r / TILE);
-        write_row(form, p.x + r * p.x_row, K, to + tile.first * words + (r - tile.first), tile.width);
+        uint32_t* row = to + tile.first * words + (r - tile.first);
+        if (form == PanelForm::bytes)
+            write_bytes(p.x + r * p.x_row, K, row, tile.width);
+        else
+            write_units(pairs, p.x + r * p.x_row, K, words, row, tile.width);
     }
     if (end == p.M) {  // rows that only fill the last tile
         const Tile tile(p.M, tiles_of(p.M) - 1);
@@ -144,20 +162,24 @@ void few_rows(const PanelProduct& p, PanelForm form, int64_t first, int64_t pane
         return Sums{choose(p.matrix, width), p.up ? choose(*p.up, width) : nullptr};
     };
     const Sums full = sums_of(TILE), last = sums_of(Tile(p.M, tiles - 1).width);
-    alignas(64) float sums[TILE * W], factors[TILE * W] = {};
-    for (int64_t panel = first; panel < first + panels; panel++)
+    // As many panels together as stay in the second-level cache while all tiles pass over them.
+    const int64_t bytes_of_both = p.matrix.panel_bytes + (p.up ? p.up->panel_bytes : 0);
+    const int64_t together =
+        tiles == 1 ? 1 : std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, bytes_of_both));
+    alignas(64) float sums[TILE * W], factors[TILE * W];
+    for (int64_t begin = first; begin < first + panels; begin += together)
         for (int64_t t = 0; t < tiles; t++) {
             const Tile tile(p.M, t);
             const Sums& f = t + 1 < tiles ? full : last;
             const uint32_t* x = (const uint32_t*)p.prepared + tile.first * words;
-            for (int64_t part = 0; part < LANES / W; part++) {
-                const int64_t column = panel * LANES + part * W;
-                if (column >= p.matrix.N) break;
-                f.plain(p.matrix, panel, part, x, sums);
-                if (p.up) f.up(*p.up, panel, part, x, factors);
-                for (int64_t r = 0; r < tile.rows; r++)
-                    finish(p, tile.first + r, column, load(sums + r * W), load(factors + r * W));
-            }
+            for (int64_t panel = begin; panel < std::min(begin + together, first + panels); panel++)
+                for (int64_t part = 0; part < LANES / W; part++) {
+                    const int64_t column = panel * LANES + part * W;
+                    if (column >= p.matrix.N) break;
+                    f.plain(p.matrix, panel, part, x, sums);
+                    if (p.up) f.up(*p.up, panel, part, x, factors);
+                    finish(p, column, tile.first, tile.rows, sums, p.up ? factors : nullptr, W);
+                }
         }
 }
 

@@ -55,15 +55,16 @@ inline int64_t panel_bytes(const Matrix& m) {
     const bool bits = (m.bits >= 3 && m.bits <= 6) || m.bits == 8;
     const bool groups = m.group == 16 || m.group == 32 || m.group == 64 || m.group == 128;
     // A vector of the 1-bit plane holds 32 values of each row.
-    if (m.format != Panel::quantised || !bits || !groups || (m.bits < 6 && m.bits & 1 && m.group < 32)) return 0;
+    if (m.format != Panel::quantised || !bits || !groups || (m.bits < 6 && m.bits & 1 && m.group < 32))
+        return 0;
     return (m.K + m.group - 1) / m.group * group_bytes(m);
 }
 
-// How the rows of x are prepared. Products of the same x, M and K whose forms are equal (panel_form) may share
-// the prepared rows.
+// How the rows of x are prepared. Products of the same x, M and K whose forms are equal (panel_form) may
+// share the prepared rows.
 //   bytes        few rows, quantised: int8, one scale for each 32 values
 //   pairs, floats              few rows, bf16 or float32 panels
-//   pairs_rows, floats_rows    many rows, any panels; floats are read from x itself
+//   pairs_rows, floats_rows    many rows, any panels
 enum class PanelForm : int32_t { bytes, pairs, floats, pairs_rows, floats_rows };
 
 }  // namespace hasten

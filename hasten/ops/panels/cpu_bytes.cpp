@@ -15,8 +15,8 @@ namespace {
 #if defined(__AVX512F__)
 struct BytesVNNI {
     template <int BITS>
-    HASTEN_VNNI_TARGET static inline VI add(VI sum, VU q, int32_t x) {
-        return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)q, _mm512_set1_epi32(x));
+    HASTEN_VNNI_TARGET static inline VI add(VI sum, VU q, const uint32_t* x) {
+        return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)q, _mm512_set1_epi32(int(*x)));
     }
     template <int BITS>
     static inline VI finish(VI sum) {
@@ -35,8 +35,8 @@ using Register = __m256i;
 #endif
 struct BytesPlain {
     template <int BITS>
-    static inline VI add(VI sum, VU q, int32_t x) {
-        const Register ones = HASTEN_I(set1_epi16)(1), xs = HASTEN_I(set1_epi32)(x);
+    static inline VI add(VI sum, VU q, const uint32_t* x) {
+        const Register ones = HASTEN_I(set1_epi16)(1), xs = HASTEN_I(set1_epi32)(int(*x));
         if constexpr (BITS == 8) {  // two products of a code above 128 would not fit 16 bits
             const Register low = (Register)(q & 0x00ff00ffu), high = HASTEN_I(srli_epi16)((Register)q, 8);
             const Register x_low = HASTEN_I(srai_epi16)(HASTEN_I(slli_epi16)(xs, 8), 8),
@@ -57,8 +57,8 @@ struct BytesPlain {
 #elif defined(__SSE2__)
 struct BytesPlain {
     template <int BITS>
-    static inline VI add(VI sum, VU q, int32_t x) {
-        const __m128i xs = _mm_set1_epi32(x);
+    static inline VI add(VI sum, VU q, const uint32_t* x) {
+        const __m128i xs = _mm_set1_epi32(int(*x));
         const __m128i low = (__m128i)(q & 0x00ff00ffu), high = _mm_srli_epi16((__m128i)q, 8);
         const __m128i x_low = _mm_srai_epi16(_mm_slli_epi16(xs, 8), 8), x_high = _mm_srai_epi16(xs, 8);
         return sum + (VI)_mm_madd_epi16(low, x_low) + (VI)_mm_madd_epi16(high, x_high);
@@ -71,8 +71,8 @@ struct BytesPlain {
 #else
 struct BytesPlain {
     template <int BITS>
-    static inline VI add(VI sum, VU q, int32_t x) {
-        for (int i = 0; i < 4; i++) sum += (VI)((q >> (8 * i)) & 255u) * int32_t(int8_t(x >> (8 * i)));
+    static inline VI add(VI sum, VU q, const uint32_t* x) {
+        for (int i = 0; i < 4; i++) sum += (VI)((q >> (8 * i)) & 255u) * int32_t(int8_t(*x >> (8 * i)));
         return sum;
     }
     template <int BITS>
@@ -83,19 +83,17 @@ struct BytesPlain {
 #endif
 
 template <class Bytes, int BITS, int U, int MR>
-HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a,
-                                                                        const uint8_t* b, const uint32_t* x,
-                                                                        const uint32_t* scales,
-                                                                        const uint32_t* sums, VF scale,
-                                                                        VF minimum) {
+HASTEN_VNNI_TARGET inline
+    __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a, const uint8_t* b,
+                                                  const uint32_t* x, const uint32_t* scales,
+                                                  const uint32_t* sums, VF scale, VF minimum) {
     VI sum[MR];
     for (int m = 0; m < MR; m++) sum[m] = VI{};
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
         const VU q = Codes<BITS, U>::unit(a, b, u);
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; m++)
-            sum[m] = Bytes::template add<BITS>(sum[m], q, int32_t(x[u * MR + m]));
+        for (int m = 0; m < MR; m++) sum[m] = Bytes::template add<BITS>(sum[m], q, x + u * MR + m);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
@@ -106,7 +104,7 @@ HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, c
 }
 
 // So far ahead lines are fetched, across the end of a panel into the next.
-constexpr int64_t AHEAD = 2048;
+constexpr int64_t AHEAD = 6144;
 
 template <class Bytes, int BITS, int U, int MR>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {

@@ -1,5 +1,5 @@
-// Few rows times panels of floats or bf16. bf16 panels take pairs where the processor multiplies them, x being
-// rounded to bf16; else they are widened and x stays as it is.
+// Few rows times panels of floats or bf16. bf16 panels take pairs where the processor multiplies them, x
+// being rounded to bf16; else they are widened and x stays as it is.
 #include "layout.h"
 
 namespace hasten {
@@ -32,7 +32,7 @@ struct StepPairBF16 {
 };
 #endif
 
-constexpr int64_t AHEAD = 2048;
+constexpr int64_t AHEAD = 6144;
 
 template <class Step, int MR>
 HASTEN_BF16_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {

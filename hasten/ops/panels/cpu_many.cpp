@@ -1,13 +1,14 @@
-// Many rows: some panels are unpacked for a part of K, as pairs of bf16 or floats, and multiplied with all rows
-// by the blocked product.
+// Many rows: some panels are unpacked for a part of K, as pairs of bf16 or floats, and multiplied with all
+// rows by the blocked product.
 #include "layout.h"
 
 namespace hasten {
 namespace {
 
-constexpr int64_t PANELS = 4;           // unpacked together: the 64 columns of the blocked product
-constexpr int64_t ROWS = 512;           // whose sums stay in the second-level cache
-constexpr int64_t PRODUCT_ROWS = 128;   // of one call of torch's product; a multiple of 32, as all its row counts
+constexpr int64_t PANELS = 4;  // unpacked together: the 64 columns of the blocked product
+constexpr int64_t ROWS = 512;  // whose sums stay in the second-level cache
+constexpr int64_t PRODUCT_ROWS =
+    128;  // of one call of torch's product; a multiple of 32, as all its row counts
 
 template <class Unit>
 struct Unpacked;
@@ -31,8 +32,8 @@ struct Unpacked<Float> {
 template <>
 struct Unpacked<PairBF16> {
     HASTEN_BF16_TARGET static inline VU rounded(VF even, VF odd) {
-        alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,
-                                                           21, 6, 22, 7, 23, 8,  24, 9,  25, 10, 26,
+        alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
         return (VU)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
@@ -103,24 +104,24 @@ HASTEN_BF16_TARGET void unpack(const Matrix& m, int64_t panel, int64_t part, int
 template <class Unit>
 HASTEN_BF16_TARGET void multiply(const PanelProduct& p, const Matrix& m, int64_t panel, int64_t panels,
                                  int64_t row, int64_t rows, uint32_t* B, float* C) {
-    constexpr bool pairs = Unit::per_unit == 2;
-    const int64_t columns = panels * LANES, units = ceil_div(m.K, Unit::per_unit);
-    const int64_t stride = pairs ? words_of(PanelForm::pairs_rows, m.K) : p.x_row;
-    const uint32_t* x = (pairs ? (const uint32_t*)p.prepared : (const uint32_t*)p.x) + row * stride;
-    for (int64_t k = 0; k < units; k += UNITS) {
-        const int64_t count = std::min(UNITS, units - k);
+    const int64_t columns = panels * LANES, words = words_of(form_of(p), m.K);
+    for (int64_t index = 0; index * UNITS < words; index++) {
+        const RowsBlock block(p, index, words);
+        const int64_t k = block.first * Unit::per_unit;
+        const int64_t values = std::min(block.words * Unit::per_unit, m.K - k);
+        const int64_t units = ceil_div(values, Unit::per_unit);
         for (int64_t i = 0; i < panels; i++)
             for (int64_t part = 0; part < LANES / W; part++)
-                unpack<Unit>(m, panel + i, part, k * Unit::per_unit, std::min(count * Unit::per_unit, m.K - k * Unit::per_unit), B + i * LANES + part * W, columns);
-        if (!pairs || !p.brgemm) {
-            gemm<Unit>(rows, columns, count, x + k, stride, 1, B, columns, C, columns, k > 0);
+                unpack<Unit>(m, panel + i, part, k, values, B + i * LANES + part * W, columns);
+        const uint32_t* x = block.data + row * block.words;
+        if (Unit::per_unit == 1 || !p.brgemm) {
+            gemm<Unit>(rows, columns, units, x, block.words, 1, B, columns, C, columns, index > 0);
             continue;
         }
-        const int64_t whole = round_up(count, 16);
-        std::memset(B + count * columns, 0, size_t((whole - count) * columns) * 4);
+        std::memset(B + units * columns, 0, size_t((block.words - units) * columns) * 4);
         for (int64_t r = 0; r < rows; r += PRODUCT_ROWS)
-            p.brgemm(std::min(PRODUCT_ROWS, round_up(rows - r, 32)), columns, 2 * whole, 2 * stride, columns,
-                     columns, k > 0, x + r * stride + k, B, C + r * columns);
+            p.brgemm(std::min(PRODUCT_ROWS, round_up(rows - r, ROWS_STEP)), columns, 2 * block.words,
+                     2 * block.words, columns, columns, index > 0, x + r * block.words, B, C + r * columns);
     }
 }
 
@@ -128,18 +129,18 @@ template <class Unit>
 HASTEN_BF16_TARGET void many(const PanelProduct& p, int64_t first, int64_t count, void* scratch) {
     uint32_t* B = (uint32_t*)((uintptr_t(scratch) + 63) / 64 * 64);
     float* sums = (float*)(B + UNITS * PANELS * LANES);
-    float* factors = sums + round_up(std::min(p.M, ROWS), 32) * PANELS * LANES;
+    float* factors = sums + round_up(std::min(p.M, ROWS), ROWS_STEP) * PANELS * LANES;
     for (int64_t panel = first; panel < first + count; panel += PANELS) {
         const int64_t panels = std::min(PANELS, first + count - panel), columns = panels * LANES;
         for (int64_t row = 0; row < p.M; row += ROWS) {
             const int64_t rows = std::min(ROWS, p.M - row);
             multiply<Unit>(p, p.matrix, panel, panels, row, rows, B, sums);
             if (p.up) multiply<Unit>(p, *p.up, panel, panels, row, rows, B, factors);
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t c = 0; c < columns && panel * LANES + c < p.matrix.N; c += W) {
-                    const int64_t at = r * columns + c;
-                    finish(p, row + r, panel * LANES + c, load(sums + at), p.up ? load(factors + at) : VF{});
-                }
+            // A few rows at a time, since a row of y may be a page of its own.
+            for (int64_t r = 0; r < rows; r += 32)
+                for (int64_t c = 0; c < columns; c += W)
+                    finish(p, panel * LANES + c, row + r, std::min<int64_t>(32, rows - r),
+                           sums + r * columns + c, p.up ? factors + r * columns + c : nullptr, columns);
         }
     }
 }
@@ -147,7 +148,7 @@ HASTEN_BF16_TARGET void many(const PanelProduct& p, int64_t first, int64_t count
 }  // namespace
 
 int64_t many_rows_scratch(const PanelProduct& p) {
-    const int64_t tile = round_up(std::min(p.M, ROWS), 32) * PANELS * LANES;
+    const int64_t tile = round_up(std::min(p.M, ROWS), ROWS_STEP) * PANELS * LANES;
     return 64 + 4 * (UNITS * PANELS * LANES + tile * (p.up ? 2 : 1));
 }
 
