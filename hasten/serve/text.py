@@ -57,7 +57,7 @@ class Detokenizer:
         for kept in _KEPT_TOKENS:
             tokens = self._tokens[-kept:]
             tail = self._decode(tokens, skip_special_tokens=self._skip)
-            if tail and REPLACEMENT not in (tail[0], tail[-1]) and text.endswith(tail):
+            if tail and text.endswith(tail):
                 self._tokens, self._shown = tokens, len(tail)
                 return
 
