@@ -130,6 +130,10 @@ def test_a_prompt_cut_within_a_character() -> None:
     prompt, rest = "x€".encode()[:2], "x€".encode()[2:]
     tokens = bytes_to_tokens(BYTE_LEVEL, rest + b"y")
     assert "".join(pieces_of(BYTE_LEVEL, tokens, tuple(bytes_to_tokens(BYTE_LEVEL, prompt)))) == "€y"
+    # A character that the answer does not complete is the prompt's.
+    tokens = bytes_to_tokens(BYTE_LEVEL, b"yz")
+    assert pieces_of(BYTE_LEVEL, tokens, tuple(bytes_to_tokens(BYTE_LEVEL, prompt))) == ["y", "z", ""]
+    assert pieces_of(BYTE_LEVEL, [], tuple(bytes_to_tokens(BYTE_LEVEL, prompt))) == [""]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
