@@ -50,19 +50,30 @@ class Step:
 class Runner(Protocol):
     """Runs steps. One thread calls it, one call at a time."""
 
-    vocab_size: int
-    """Columns of the logits."""
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        ...
 
-    context_tokens: int
-    """Longest sequence."""
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence."""
+        ...
 
-    step_tokens: int
-    """Most rows of one step."""
+    @property
+    def step_tokens(self) -> int:
+        """Most rows of one step."""
+        ...
 
-    step_logits: int
-    """Most rows of one step whose logits are wanted."""
+    @property
+    def step_logits(self) -> int:
+        """Most rows of one step whose logits are wanted."""
+        ...
 
-    groups: tuple[Group, ...]
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Kinds of block tables; every layer of the model with a cache is in one."""
+        ...
 
     def run(self, step: Step) -> np.ndarray:
         """Writes the keys and values of all rows to their blocks, then attends; a row at position p sees its

@@ -35,7 +35,10 @@ class Detokenizer:
         self._decode = tokenizer.decode
         self._skip = skip_special_tokens
         self._tokens = list(prompt_tokens[-_KEPT_TOKENS[0] :])
-        self._shown = len(self._read().rstrip(REPLACEMENT)) if self._tokens else 0
+        prompt = self._read() if self._tokens else ""
+        self._shown = len(prompt.rstrip(REPLACEMENT))
+        self._prompt_cut = prompt if prompt.endswith(REPLACEMENT) else ""
+        """The prompt's text where it ends within a character, which is the answer's if that completes it."""
 
     def _read(self) -> str:
         return self._decode(self._tokens, skip_special_tokens=self._skip)
@@ -47,8 +50,7 @@ class Detokenizer:
         complete = text.rstrip(REPLACEMENT) if text.endswith(REPLACEMENT) else text
         # Less can be complete than before: some decoders show a whole run of bytes as replacement characters
         # until its last character is there.
-        new = complete[self._shown :]
-        self._shown = max(self._shown, len(complete))
+        new = self._new(complete)
         if len(self._tokens) > _MOST_TOKENS and self._shown == len(text):
             self._forget(text)
         return new
@@ -57,13 +59,19 @@ class Detokenizer:
         for kept in _KEPT_TOKENS:
             tokens = self._tokens[-kept:]
             tail = self._decode(tokens, skip_special_tokens=self._skip)
-            if tail and REPLACEMENT not in (tail[0], tail[-1]) and text.endswith(tail):
+            if tail and text.endswith(tail):
                 self._tokens, self._shown = tokens, len(tail)
                 return
 
     def flush(self) -> str:
         """What was held back, at the end of the sequence."""
-        text = self._read() if self._tokens else ""
+        return self._new(self._read()) if self._tokens else ""
+
+    def _new(self, text: str) -> str:
+        if self._prompt_cut and len(text) > self._shown:
+            if text.startswith(self._prompt_cut):
+                self._shown = len(self._prompt_cut)
+            self._prompt_cut = ""
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
         return new

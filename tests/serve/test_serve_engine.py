@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import subprocess
 import sys
 import threading
@@ -363,6 +364,15 @@ def test_a_failing_step_leaves_the_engine_usable(make: Make, caplog: pytest.LogC
     assert engine.submit(request(0, max_tokens=9)).collect()[0].tokens == alone(prompt(0, 20), 9, [None])
 
 
+def test_failures_between_which_steps_succeed(make: Make) -> None:
+    runner = FakeRunner()
+    runner.failures = {step: RuntimeError("now and then") for step in (0, 2, 4, 6, 8)}
+    engine = make(runner)
+    for _ in range(5):
+        assert list(engine.submit(request(0, max_tokens=1)))[-1].finish_reason == "error"
+        assert engine.submit(request(0, max_tokens=1)).collect()[0].tokens == alone(prompt(0, 20), 1, [None])
+
+
 def test_a_runner_that_keeps_failing_stops_the_engine(make: Make) -> None:
     runner = GatedRunner()
     runner.failures = {step: RuntimeError("broken") for step in range(3)}
@@ -513,6 +523,26 @@ def test_the_engine_imports_no_torch() -> None:
         "import sys, hasten.serve.engine; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_delta_that_comes_while_a_coroutine_falls_asleep() -> None:
+    stream = Stream(Request([1]), 1, 1, lambda stream: None)
+
+    class Late(queue.SimpleQueue):  # type: ignore[type-arg]
+        """What another thread puts right after the consumer has looked."""
+
+        def get_nowait(self) -> Delta:
+            if self.empty():
+                self.put(Delta("late", finish_reason="stop"))
+                raise queue.Empty
+            return super().get_nowait()
+
+    stream._deltas = Late()
+
+    async def main() -> list[str]:
+        return [delta.text async for delta in stream]
+
+    assert asyncio.run(asyncio.wait_for(main(), 5)) == ["late"]
 
 
 class Countdown:

@@ -192,6 +192,77 @@ def test_a_preempted_sequence_keeps_its_place() -> None:
         assert collected(stream)[0].tokens == alone_sampled(prompt(number, 90), params, [None], 60)
 
 
+def test_nobody_starts_who_would_lose_its_blocks_again() -> None:
+    bench = Bench(FakeRunner(groups=[Group(None, 8)], context_tokens=256), prefix_cache=False)
+    first = bench.add(prompt(0, 90), 60)
+    second = bench.add(prompt(1, 150), 20)
+    tries = 0
+    inner = bench.blocks.start
+
+    def start(item: Sequence) -> None:
+        nonlocal tries
+        tries += 1
+        inner(item)
+
+    bench.blocks.start = start  # type: ignore[method-assign]
+    bench.run()
+    assert bench.scheduler.preemptions == 0
+    assert tries < 6, "the same question again while nothing has changed"
+    assert collected(first)[0].tokens == alone(prompt(0, 90), 60, [None])
+    assert collected(second)[0].tokens == alone(prompt(1, 150), 20, [None])
+
+
+def test_prompts_that_started_too_early_take_blocks_from_younger_ones() -> None:
+    bench = Bench(FakeRunner(groups=[Group(None, 8)], context_tokens=256, step_tokens=40), prefix_cache=False)
+    bench.scheduler._has_room = lambda sequence: True  # type: ignore[method-assign]
+    streams = [bench.add(prompt(number, 200), 10) for number in range(2)]
+    bench.steps.step()
+    first, second = (bench.steps.jobs[stream].sequences[0] for stream in streams)
+    bench.scheduler.waiting.remove(second)
+    second.state = State.PREFILL
+    bench.blocks.start(second)
+    bench.scheduler.running.append(second)
+    second.computed = bench.blocks.grow(second, 190)
+    assert bench.blocks.pools[0].available == 0
+    second.computed = 0
+    bench.run()
+    assert first.arrival < second.arrival
+    assert bench.scheduler.preemptions == 1
+    for number, stream in enumerate(streams):
+        assert collected(stream)[0].tokens == alone(prompt(number, 200), 10, [None])
+
+
+def test_choices_count_before_they_run() -> None:
+    bench = Bench(FakeRunner(), max_sequences=3)
+    streams = [bench.add(prompt(number, 20), 10, n=2) for number in range(3)]
+    bench.run()
+    for number, stream in enumerate(streams):
+        for completion in collected(stream):
+            assert completion.tokens == alone(prompt(number, 20), 10, [None])
+
+
+def test_a_draft_is_cut_where_blocks_end() -> None:
+    class Eager:
+        def draft(self, tokens: list[int], most: int, share: float | None) -> list[int]:
+            return [0] * most
+
+        def judge(self, *judged: object) -> None:
+            pass
+
+    runner = FakeRunner(groups=[Group(None, 5)], context_tokens=160, step_tokens=160, step_logits=160)
+    bench = Bench(runner, draft_tokens=64)
+    streams = [bench.add(prompt(number, 30), 60) for number in range(2)]
+    bench.steps.step()
+    for item in bench.scheduler.running:
+        item.lookup = Eager()  # type: ignore[assignment]
+    bench.steps.step()
+    # Each has one block of 32 tokens; for its draft the first takes two more, the second the last.
+    assert runner.rows == [60, 59 + 34]
+    bench.run()
+    for number, stream in enumerate(streams):
+        assert collected(stream)[0].tokens == alone(prompt(number, 30), 60, [None])
+
+
 def test_a_known_beginning_is_not_computed_again() -> None:
     bench = Bench(FakeRunner())
     beginning = prompt(0, 64)

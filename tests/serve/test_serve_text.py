@@ -130,20 +130,26 @@ def test_a_prompt_cut_within_a_character() -> None:
     prompt, rest = "x€".encode()[:2], "x€".encode()[2:]
     tokens = bytes_to_tokens(BYTE_LEVEL, rest + b"y")
     assert "".join(pieces_of(BYTE_LEVEL, tokens, tuple(bytes_to_tokens(BYTE_LEVEL, prompt)))) == "€y"
+    # A character that the answer does not complete is the prompt's.
+    tokens = bytes_to_tokens(BYTE_LEVEL, b"yz")
+    assert pieces_of(BYTE_LEVEL, tokens, tuple(bytes_to_tokens(BYTE_LEVEL, prompt))) == ["y", "z", ""]
+    assert pieces_of(BYTE_LEVEL, [], tuple(bytes_to_tokens(BYTE_LEVEL, prompt))) == [""]
 
 
-def test_the_cost_of_a_token_does_not_grow() -> None:
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("unit", ["😀€a", "😀", "\u4e2d", "é", "x"])
+def test_the_cost_of_a_token_does_not_grow(tokenizer: Tokenizer, unit: str) -> None:
     longest = 0
 
     class Counting:
         def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
             nonlocal longest
             longest = max(longest, len(tokens))
-            return BYTE_LEVEL.decode(tokens, skip_special_tokens=skip_special_tokens)
+            return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-    tokens = bytes_to_tokens(BYTE_LEVEL, ("😀€a" * 200).encode())
+    tokens = bytes_to_tokens(tokenizer, (unit * 200).encode())
     detokenizer = Detokenizer(Counting(), ())  # type: ignore[arg-type]
-    assert "".join(map(detokenizer.push, tokens)) == "😀€a" * 200
+    assert "".join(map(detokenizer.push, tokens)) == unit * 200
     assert longest < 32
 
 

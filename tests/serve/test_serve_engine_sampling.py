@@ -1,0 +1,167 @@
+"""The engine with the real samplers and grammars, over the fake model."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_model import FakeRunner, logits_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from hasten.serve.engine import Completion, Engine, EngineSettings, Request
+from hasten.serve.runner import Group, Step
+from hasten.serve.sampling import SamplingParams
+
+VOCAB = 257
+EOS = 256
+
+
+def prompt(which: int, length: int = 40) -> list[int]:
+    return np.random.default_rng(which).integers(0, 256, length).tolist()
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: place for place, symbol in enumerate(alphabet)} | {"<end>": EOS}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with build() as engine:
+        yield engine
+
+
+class HeldRunner(FakeRunner):
+    """Runs nothing before it is let."""
+
+    let = threading.Event()
+
+    def run(self, step: Step) -> np.ndarray:
+        assert self.let.wait(20)
+        return super().run(step)
+
+
+def build(blocks: int = 64, kind: type[FakeRunner] = FakeRunner, **settings: object) -> Engine:
+    runner = kind(groups=[Group(None, blocks)], vocab_size=VOCAB)
+    return Engine(runner, byte_tokenizer(), EngineSettings(eos_tokens=(EOS,), **settings))  # type: ignore[arg-type]
+
+
+def ask(engine: Engine, which: int = 0, **params: object) -> list[Completion]:
+    return engine.submit(Request(prompt(which), params=SamplingParams(**params))).collect()  # type: ignore[arg-type]
+
+
+def test_greedy(engine: Engine) -> None:
+    (completion,) = ask(engine, temperature=0, max_tokens=20, ignore_eos=True)
+    assert completion.tokens == alone_of_all(prompt(0), 20)
+    assert completion.logprobs == []
+
+
+def alone_of_all(tokens: list[int], count: int) -> list[int]:
+    said = list(tokens)
+    for _ in range(count):
+        said.append(int(np.argmax(logits_of([said], len(said) - 1, VOCAB))))
+    return said[len(tokens) :]
+
+
+OPTIONS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 0.5, "repetition_penalty": 1.3, "min_p": 0.01},
+    {"temperature": 0.0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0.8, "logprobs": 3, "logit_bias": {5: 2.0}},
+    {"temperature": 0.0, "min_tokens": 12},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_seeds_give_the_same_alone_and_among_others(options: dict[str, object]) -> None:
+    params = {"ignore_eos": "min_tokens" not in options, "seed": 7, "max_tokens": 30, **options}
+    with build() as engine:
+        quiet = ask(engine, **params)
+    # Drafts, and one block too few for both, so that the younger loses its own.
+    HeldRunner.let.clear()
+    with build(blocks=5, kind=HeldRunner, draft_tokens=4) as engine:
+        other = engine.submit(Request(prompt(1), params=SamplingParams(max_tokens=40, ignore_eos=True)))
+        stream = engine.submit(Request(prompt(0), params=SamplingParams(**params)))  # type: ignore[arg-type]
+        HeldRunner.let.set()
+        busy = stream.collect()
+        other.collect()
+        assert engine.stats().preemptions > 0 or not params["ignore_eos"]
+    assert [completion.tokens for completion in busy] == [completion.tokens for completion in quiet]
+    assert [completion.logprobs for completion in busy] == [completion.logprobs for completion in quiet]
+
+
+def test_choices_differ_and_repeat(engine: Engine) -> None:
+    first = ask(engine, n=3, seed=11, temperature=1.5, max_tokens=15)
+    second = ask(engine, n=3, seed=11, temperature=1.5, max_tokens=15)
+    assert [completion.tokens for completion in first] == [completion.tokens for completion in second]
+    assert len({tuple(completion.tokens) for completion in first}) == 3
+    assert ask(engine, seed=11, temperature=1.5, max_tokens=15)[0].tokens == first[0].tokens
+
+
+def test_without_a_seed_answers_differ(engine: Engine) -> None:
+    answers = {tuple(ask(engine, temperature=2.0, max_tokens=12)[0].tokens) for _ in range(4)}
+    assert len(answers) == 4
+
+
+def test_logprobs(engine: Engine) -> None:
+    (completion,) = ask(engine, temperature=0, max_tokens=6, logprobs=4, ignore_eos=True)
+    assert len(completion.logprobs) == len(completion.tokens) == 6
+    said = prompt(0)
+    for token, sampled in zip(completion.tokens, completion.logprobs, strict=True):
+        logits = logits_of([said], len(said) - 1, VOCAB).astype(np.float64)
+        expected = logits - math.log(np.exp(logits).sum())
+        assert sampled.token == token
+        assert sampled.logprob == pytest.approx(expected[token], abs=1e-5)
+        assert [other for other, _ in sampled.top] == np.argsort(-expected, kind="stable")[:4].tolist()
+        said.append(token)
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 5])
+def test_an_answer_of_a_schema(draft_tokens: int) -> None:
+    pytest.importorskip("llguidance")
+    from hasten.serve.grammar import Grammars
+
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ab", "abc"]}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"],
+        "additionalProperties": False,
+    }
+    with build(draft_tokens=draft_tokens) as engine:
+        assert engine.tokenizer is not None
+        grammar = Grammars(engine.tokenizer, [EOS], VOCAB).json_schema(schema)
+        for seed in range(4):
+            (completion,) = ask(engine, grammar=grammar, temperature=1.0, seed=seed, max_tokens=200)
+            assert completion.finish_reason in ("stop", "length")
+            if completion.finish_reason == "stop":
+                value = json.loads(completion.text)
+                assert value["name"] in ("ab", "abc")
+                assert isinstance(value["ok"], bool)
+        assert engine.stats().finished["stop"] > 0
+
+
+def test_a_row_that_is_not_a_number_ends_one_answer() -> None:
+    class Broken(FakeRunner):
+        def run(self, step: Step) -> np.ndarray:
+            logits = super().run(step)
+            if self.steps == 3:
+                logits[1] = np.nan
+            return logits
+
+    with Engine(Broken(vocab_size=VOCAB), None, EngineSettings()) as engine:
+        params = SamplingParams(temperature=0, max_tokens=10)
+        streams = [engine.submit(Request(prompt(which, 10), params=params)) for which in range(3)]
+        ends = [list(stream)[-1] for stream in streams]
+    assert sorted(end.finish_reason or "" for end in ends) == ["error", "length", "length"]
+    assert any("NaN" in (end.error or "") for end in ends)
