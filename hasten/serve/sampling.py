@@ -1,10 +1,10 @@
 """How a request wants its tokens drawn, and the drawing: one native call for all rows of a step.
 
-The order of masks, penalties and cuts is stated in `hasten/ops/sampling/reference.py`. Log-probabilities are of
-the model's own distribution, before temperature, penalties and masks, as in OpenAI's API.
+The order of masks, penalties and cuts is stated in `hasten/ops/sampling/reference.py`. Log-probabilities are
+of the model's own distribution, before temperature, penalties and masks, as in OpenAI's API.
 
-A token depends on its logits, the request's seed and how many tokens the answer has so far: on nothing else, so a
-seeded request gives the same tokens in every batch, after preemption, and at every number of threads.
+A token depends on its logits, the request's seed and how many tokens the answer has so far: on nothing else,
+so a seeded request gives the same tokens in every batch, after preemption, and at every number of threads.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class SamplingParams:
         min_p: keep those at least this share as likely as the most likely, 0 to 1; 0: all.
         repetition_penalty: 0.01 to 100, of tokens in prompt or answer: divides positive logits and multiplies
             negative ones; 1: none.
-        presence_penalty, frequency_penalty: -2 to 2, of tokens in the answer: taken off their logits once, and once
-            for each time; 0: none.
+        presence_penalty, frequency_penalty: -2 to 2, of tokens in the answer: taken off their logits once,
+            and once for each time; 0: none.
         seed: any integer, taken modulo 2^64; None: another one each time.
         stop: strings that end the answer, for the engine.
         stop_tokens: tokens that end the answer, for the engine.
         ignore_eos: the answer goes on behind the model's own end, for the engine.
-        min_tokens: before so many no token that ends the answer is drawn: neither the model's own ends, unless
-            ignored, nor `stop_tokens`. A grammar that allows nothing else goes first.
+        min_tokens: before so many no token that ends the answer is drawn: neither the model's own ends,
+            unless ignored, nor `stop_tokens`. A grammar that allows nothing else goes first.
         logprobs: how many of the most likely tokens to list with each token, 0 to 256; 0: the token's own
             log-probability alone; None: nothing.
         logit_bias: what is added to the logits of tokens, -100 to 100.
@@ -102,7 +102,8 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(
-                f"min_tokens = {self.min_tokens}: allowed are at most max_tokens; the nearest is {self.max_tokens}"
+                f"min_tokens = {self.min_tokens}: allowed is at most max_tokens; "
+                f"the nearest is {self.max_tokens}"
             )
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
@@ -132,7 +133,7 @@ class SamplingParams:
 
 
 class Sampled(NamedTuple):
-    """A drawn token. `logprob` and `top` (token, log-probability; falling) as `SamplingParams.logprobs` asks."""
+    """A drawn token. `logprob`, and `top` by falling log-probability, as `SamplingParams.logprobs` asks."""
 
     token: int
     logprob: float | None = None
@@ -157,8 +158,8 @@ class Sampler:
         eos: Sequence[int] = (),
         choice: int = 0,
     ) -> None:
-        """`matcher`: of `params.grammar`, which makes one if it is not given; `eos`: tokens that end an answer;
-        `choice`: which of n answers, each with random numbers of its own.
+        """`matcher`: of `params.grammar`, which makes one if it is not given; `eos`: tokens that end an
+        answer; `choice`: which of n answers, each with random numbers of its own.
 
         Raises:
             ConfigError: a token of `logit_bias` is not in the vocabulary.
@@ -211,8 +212,8 @@ class Sampler:
 
     @property
     def stateless(self) -> bool:
-        """Whether tokens depend on logits, seed and position alone, now and later: then rows for positions ahead
-        can be drawn before those between are known."""
+        """Whether tokens depend on logits, seed and position alone, now and later: then rows for positions
+        ahead can be drawn before those between are known."""
         return self._history is None and self.matcher is None and not self._early
 
     @property
@@ -249,7 +250,7 @@ class Sampler:
         del self.output[-count:]
 
     def fork(self, choice: int | None = None) -> Sampler:
-        """A sampler in the same state that goes its own way; `choice`: with the random numbers of that answer."""
+        """A sampler in the same state that goes its own way; `choice`: with that answer's random numbers."""
         other = Sampler.__new__(Sampler)
         other.__dict__.update(self.__dict__)
         other.output = list(self.output)
@@ -300,8 +301,8 @@ def sample(
         logits: float32 [L, V], contiguous.
         rows: which of the L rows each sampler draws from.
         samplers: one for each of `rows`; one may come again.
-        ahead: how many tokens each row lies ahead of its sampler's state, for drafts; above 0 only for samplers
-            that are `stateless`. None: all 0.
+        ahead: how many tokens each row lies ahead of its sampler's state, for drafts; above 0 only for
+            samplers that are `stateless`. None: all 0.
 
     Raises:
         SamplingError: rows give no token; it names them. The others can be drawn again without them.
@@ -360,7 +361,7 @@ def _failure(tokens: Sequence[int], rows: Sequence[int]) -> SamplingError:
 
 
 class _History:
-    """The tokens seen: pairs of token and count in the answer, -1 for one that is taken back and in no prompt."""
+    """The tokens seen: pairs of token and count in the answer; -1 for one that was taken back."""
 
     def __init__(self, prompt_tokens: Sequence[int] | np.ndarray, vocab_size: int) -> None:
         seen = np.unique(np.asarray(prompt_tokens, np.int32))
@@ -407,7 +408,8 @@ def _bias(
     outside = [token for token in given if token >= vocab_size]
     if outside:
         raise ConfigError(
-            f"logit_bias has token {outside[0]}: allowed are 0 to {vocab_size - 1}; the nearest is {vocab_size - 1}"
+            f"logit_bias has token {outside[0]}: allowed are 0 to {vocab_size - 1}; "
+            f"the nearest is {vocab_size - 1}"
         )
     joined = dict(given) | dict.fromkeys(forbidden, -math.inf)
     if not joined:

@@ -64,7 +64,7 @@ def tokens_of(sampled: list[Sampled]) -> list[int]:
         ({"min_tokens": -1}, "min_tokens = -1: allowed is of at least 0"),
         (
             {"min_tokens": 9, "max_tokens": 8},
-            "min_tokens = 9: allowed are at most max_tokens; the nearest is 8",
+            "min_tokens = 9: allowed is at most max_tokens; the nearest is 8",
         ),
         ({"logprobs": 257}, "logprobs = 257: allowed is from 0 to 256; the nearest is 256"),
         (
