@@ -5,15 +5,15 @@ HastenError
 │   ├── ConfigError      a setting: unknown key, value out of range, settings that contradict each other
 │   ├── InputError       a file, folder, model or text that is missing, empty or malformed
 │   ├── ShapeError       an operator was given shapes or dtypes that do not fit
-│   └── GateError        a format changes a model's answers by more than was allowed
+│   ├── GateError        a format changes a model's answers by more than was allowed
 │   └── ContextError     a prompt is longer than what the model or the cache can hold
 ├── CaptureError         a block could not be captured or rewritten; the original runs instead
 ├── CheckpointError      a checkpoint is damaged or incomplete
+├── SamplingError        rows of logits that give no token
+├── GrammarError         an answer of a given form cannot go on
 └── ServeError           a request could not be served, through no fault of its own
     ├── QueueFull        too many requests wait already; try again later
     └── EngineStopped    the engine takes no requests: it was stopped, or it cannot go on
-├── SamplingError        rows of logits that give no token
-└── GrammarError         an answer of a given form cannot go on
 
 A message names what was wrong, what was given, what is allowed and the nearest that works.
 """
@@ -46,6 +46,8 @@ class ShapeError(UserError):
 
 class GateError(UserError):
     """A format changes what a model says by more than was allowed; another format or limit is the way on."""
+
+
 class ContextError(UserError):
     """A prompt is longer than what the model or the cache can hold."""
 
@@ -68,6 +70,8 @@ class QueueFull(ServeError):  # noqa: N818
 
 class EngineStopped(ServeError):  # noqa: N818
     """The engine takes no requests: it was stopped, or it cannot go on; the message says which."""
+
+
 class SamplingError(HastenError):
     """Rows of logits give no token; `failed` says which of those asked for, `reasons` why, one for each."""
 

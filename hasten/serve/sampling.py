@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn, and the drawing: one native call for all rows of a step.
+"""The state of each answer, and the drawing of tokens: one native call for all rows of a step.
 
 The order of masks, penalties and cuts is stated in `hasten/ops/sampling/reference.py`. Log-probabilities are
 of the model's own distribution, before temperature, penalties and masks, as in OpenAI's API.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,13 +20,12 @@ import torch
 from hasten.base.errors import ConfigError, GrammarError, SamplingError
 from hasten.ops import sampling as ops
 from hasten.ops.sampling import Column, Lists, Rule
-from hasten.ops.sampling.reference import COLDEST
+from hasten.serve.params import SamplingParams
 
 if TYPE_CHECKING:
-    from hasten.serve.grammar import Grammar, Matcher
+    from hasten.serve.grammar import Matcher
 
-MOST_LOGPROBS = 256
-"""The kernel lists no more."""
+__all__ = ["Sampled", "Sampler", "SamplingParams", "sample"]
 
 # Plain integers index faster than members of an enumeration.
 _ROW, _POSITION, _BIAS, _MASK = (int(c) for c in (Column.ROW, Column.POSITION, Column.BIAS, Column.MASK))
@@ -37,99 +35,6 @@ _REASONS = {
     ops.NOT_FINITE: "a logit is NaN or +infinity: a weight or an activation of the model has overflowed",
     ops.NONE_LEFT: "no token is left: all logits, or all that masks and biases leave, are -infinity",
 }
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What a request asks for. Lists are taken as tuples; nothing can be changed afterwards.
-
-    Attributes:
-        max_tokens: of the answer, at least 1; None: as many as the context holds.
-        temperature: 0 to 100; below 1e-5 the most likely token is taken, at ties the lowest.
-        top_k: keep the k most likely; 0 or -1: all.
-        top_p: keep the most likely that together have this probability, 0 to 1; 1: all.
-        min_p: keep those at least this share as likely as the most likely, 0 to 1; 0: all.
-        repetition_penalty: 0.01 to 100, of tokens in prompt or answer: divides positive logits and multiplies
-            negative ones; 1: none.
-        presence_penalty, frequency_penalty: -2 to 2, of tokens in the answer: taken off their logits once,
-            and once for each time; 0: none.
-        seed: any integer, taken modulo 2^64; None: another one each time.
-        stop: strings that end the answer, for the engine.
-        stop_tokens: tokens that end the answer, for the engine.
-        ignore_eos: the answer goes on behind the model's own end, for the engine.
-        min_tokens: before so many no token that ends the answer is drawn: neither the model's own ends,
-            unless ignored, nor `stop_tokens`. A grammar that allows nothing else goes first.
-        logprobs: how many of the most likely tokens to list with each token, 0 to 256; 0: the token's own
-            log-probability alone; None: nothing.
-        logit_bias: what is added to the logits of tokens, -100 to 100.
-        grammar: compiled by `hasten.serve.grammar.Grammars`.
-        n: how many answers, for the engine.
-
-    Raises:
-        ConfigError: a value is out of range; the message has the nearest that is not.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: Grammar | None = None
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _real("temperature", self.temperature, 0, 100)
-        _integer("top_k", self.top_k, -1)
-        _real("top_p", self.top_p, 0, 1)
-        _real("min_p", self.min_p, 0, 1)
-        _real("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _real("presence_penalty", self.presence_penalty, -2, 2)
-        _real("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.seed is not None:
-            _integer("seed", self.seed)
-        _integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"min_tokens = {self.min_tokens}: allowed is at most max_tokens; "
-                f"the nearest is {self.max_tokens}"
-            )
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        _integer("n", self.n, 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos = {self.ignore_eos!r}: allowed are True and False")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"stop has {text!r}: allowed are strings that are not empty")
-        stop_tokens = tuple(self.stop_tokens)
-        for token in stop_tokens:
-            _integer("a token of stop_tokens", token, 0)
-        for token, bias in self.logit_bias.items():
-            _integer("a token of logit_bias", token, 0)
-            _real(f"logit_bias of token {token}", bias, -100, 100)
-        # A frozen dataclass has no other way to keep what was given in one form.
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_tokens", stop_tokens)
-        object.__setattr__(self, "top_k", max(0, self.top_k))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.temperature < COLDEST
 
 
 class Sampled(NamedTuple):
@@ -430,30 +335,3 @@ def _without(mask: np.ndarray, tokens: frozenset[int]) -> np.ndarray:
 
 def _seed_of(seed: int, choice: int) -> int:
     return (seed + choice * _NEXT_CHOICE) & (2**64 - 1)
-
-
-def _integer(name: str, value: int, low: int | None = None, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ConfigError(f"{name} = {value!r}: allowed is an integer{_range(low, high)}")
-    _inside(name, value, low, high)
-
-
-def _real(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or math.isnan(value):
-        raise ConfigError(f"{name} = {value!r}: allowed is a number{_range(low, high)}")
-    _inside(name, value, low, high)
-
-
-def _inside(name: str, value: float, low: float | None, high: float | None) -> None:
-    below, above = low is not None and value < low, high is not None and value > high
-    if below or above:
-        raise ConfigError(
-            f"{name} = {value}: allowed is{_range(low, high)}; the nearest is {low if below else high}"
-        )
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if low is None:
-        return ""
-    return f" of at least {low}" if high is None else f" from {low} to {high}"
