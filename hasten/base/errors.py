@@ -81,7 +81,7 @@ class SamplingError(HastenError):
 
 
 class GrammarError(HastenError):
-    """An answer of a given form cannot go on: a token that may not follow, or a constraint that is too large."""
+    """An answer of a given form cannot go on: a token may not follow, or the constraint is too large."""
 
 
 # A folder can hold thousands of names; a message that lists them all hides what it says.

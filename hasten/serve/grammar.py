@@ -1,8 +1,8 @@
 """Answers of a given form: JSON of a schema, any JSON object, a regular expression, or one of some texts.
 
 The work is llguidance's: a grammar over the tokenizer's tokens says after each token which ones may follow. A
-grammar is compiled once for a tokenizer; each answer has a matcher of its own. Library and grammar are loaded on
-first use, so that a server without constraints pays for neither.
+grammar is compiled once for a tokenizer; each answer has a matcher of its own. Library and grammar are loaded
+on first use, so that a server without constraints pays for neither.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "json_object", "regex", "choice")
 MOST_KEPT = 64
 """Compiled grammars that are kept, the least recently used of more is dropped."""
-# Between the parts of JSON: nothing, a space, or a new line with its indentation. A model that may write white space
-# for ever sometimes does.
+# Between the parts of JSON: nothing, a space, or a new line with its indentation. A model that may write
+# white space for ever sometimes does.
 _SPACE = r"( |\n[ \t]{0,40})"
 
 
@@ -34,8 +34,8 @@ class Grammars:
     """Compiles constraints for one tokenizer; may be called from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, eos: Sequence[int], vocab_size: int | None = None) -> None:
-        """`eos`: tokens that end an answer, the usual one first; `vocab_size`: of the logits, where it is larger
-        than the tokenizer's.
+        """`eos`: tokens that end an answer, the usual one first; `vocab_size`: of the logits, where it is
+        larger than the tokenizer's.
 
         Raises:
             ConfigError: there is no token that ends an answer, or one is outside the vocabulary.
@@ -54,7 +54,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:
-        """JSON that the schema accepts, with at most a space or a new line and its indentation between two parts.
+        """JSON that the schema accepts, with at most a space or a new line and its indentation between two
+        parts.
 
         Raises:
             ConfigError: it is no schema, or has a part that cannot be enforced; the message names it.
@@ -76,8 +77,8 @@ class Grammars:
         return self._compiled("json_object", '{"type": "object"}')
 
     def regex(self, pattern: str) -> Grammar:
-        """Text that the expression matches from end to end: Rust's syntax, without look-around and back references;
-        \\d is one of the ten digits.
+        """Text that the expression matches from end to end: Rust's syntax, without look-around and back
+        references; \\d is one of the ten digits.
 
         Raises:
             ConfigError: it is no regular expression, or matches nothing.
@@ -129,7 +130,8 @@ class Grammars:
                 from llguidance import LLTokenizer
             except ImportError as error:
                 raise ConfigError(
-                    f"answers of a given form need the library llguidance: pip install 'hasten[serve]' ({error})"
+                    "answers of a given form need the library llguidance: "
+                    f"pip install 'hasten[serve]' ({error})"
                 ) from None
             text = self._tokenizer.to_str()
             if (
@@ -204,8 +206,8 @@ class Matcher:
         return bool(self._inner.is_accepting())
 
     def mask(self) -> np.ndarray:
-        """int32 [ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may follow; holds until the next
-        call of another method.
+        """int32 [ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may follow; holds until the
+        next call of another method.
 
         Raises:
             GrammarError: the constraint is too large to go on with.

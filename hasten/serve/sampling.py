@@ -1,10 +1,10 @@
-"""How a request wants its tokens drawn, and the drawing: one native call for all rows of a step.
+"""The state of each answer, and the drawing of tokens: one native call for all rows of a step.
 
-The order of masks, penalties and cuts is stated in `hasten/ops/sampling/reference.py`. Log-probabilities are of
-the model's own distribution, before temperature, penalties and masks, as in OpenAI's API.
+The order of masks, penalties and cuts is stated in `hasten/ops/sampling/reference.py`. Log-probabilities are
+of the model's own distribution, before temperature, penalties and masks, as in OpenAI's API.
 
-A token depends on its logits, the request's seed and how many tokens the answer has so far: on nothing else, so a
-seeded request gives the same tokens in every batch, after preemption, and at every number of threads.
+A token depends on its logits, the request's seed and how many tokens the answer has so far: on nothing else,
+so a seeded request gives the same tokens in every batch, after preemption, and at every number of threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,13 +20,12 @@ import torch
 from hasten.base.errors import ConfigError, GrammarError, SamplingError
 from hasten.ops import sampling as ops
 from hasten.ops.sampling import Column, Lists, Rule
-from hasten.ops.sampling.reference import COLDEST
+from hasten.serve.params import SamplingParams
 
 if TYPE_CHECKING:
-    from hasten.serve.grammar import Grammar, Matcher
+    from hasten.serve.grammar import Matcher
 
-MOST_LOGPROBS = 256
-"""The kernel lists no more."""
+__all__ = ["Sampled", "Sampler", "SamplingParams", "sample"]
 
 # Plain integers index faster than members of an enumeration.
 _ROW, _POSITION, _BIAS, _MASK = (int(c) for c in (Column.ROW, Column.POSITION, Column.BIAS, Column.MASK))
@@ -39,100 +37,8 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """What a request asks for. Lists are taken as tuples; nothing can be changed afterwards.
-
-    Attributes:
-        max_tokens: of the answer, at least 1; None: as many as the context holds.
-        temperature: 0 to 100; below 1e-5 the most likely token is taken, at ties the lowest.
-        top_k: keep the k most likely; 0 or -1: all.
-        top_p: keep the most likely that together have this probability, 0 to 1; 1: all.
-        min_p: keep those at least this share as likely as the most likely, 0 to 1; 0: all.
-        repetition_penalty: 0.01 to 100, of tokens in prompt or answer: divides positive logits and multiplies
-            negative ones; 1: none.
-        presence_penalty, frequency_penalty: -2 to 2, of tokens in the answer: taken off their logits once, and once
-            for each time; 0: none.
-        seed: any integer, taken modulo 2^64; None: another one each time.
-        stop: strings that end the answer, for the engine.
-        stop_tokens: tokens that end the answer, for the engine.
-        ignore_eos: the answer goes on behind the model's own end, for the engine.
-        min_tokens: before so many no token that ends the answer is drawn: neither the model's own ends, unless
-            ignored, nor `stop_tokens`. A grammar that allows nothing else goes first.
-        logprobs: how many of the most likely tokens to list with each token, 0 to 256; 0: the token's own
-            log-probability alone; None: nothing.
-        logit_bias: what is added to the logits of tokens, -100 to 100.
-        grammar: compiled by `hasten.serve.grammar.Grammars`.
-        n: how many answers, for the engine.
-
-    Raises:
-        ConfigError: a value is out of range; the message has the nearest that is not.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: Grammar | None = None
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _real("temperature", self.temperature, 0, 100)
-        _integer("top_k", self.top_k, -1)
-        _real("top_p", self.top_p, 0, 1)
-        _real("min_p", self.min_p, 0, 1)
-        _real("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _real("presence_penalty", self.presence_penalty, -2, 2)
-        _real("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.seed is not None:
-            _integer("seed", self.seed)
-        _integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"min_tokens = {self.min_tokens}: allowed are at most max_tokens; the nearest is {self.max_tokens}"
-            )
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        _integer("n", self.n, 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos = {self.ignore_eos!r}: allowed are True and False")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"stop has {text!r}: allowed are strings that are not empty")
-        stop_tokens = tuple(self.stop_tokens)
-        for token in stop_tokens:
-            _integer("a token of stop_tokens", token, 0)
-        for token, bias in self.logit_bias.items():
-            _integer("a token of logit_bias", token, 0)
-            _real(f"logit_bias of token {token}", bias, -100, 100)
-        # A frozen dataclass has no other way to keep what was given in one form.
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_tokens", stop_tokens)
-        object.__setattr__(self, "top_k", max(0, self.top_k))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.temperature < COLDEST
-
-
 class Sampled(NamedTuple):
-    """A drawn token. `logprob` and `top` (token, log-probability; falling) as `SamplingParams.logprobs` asks."""
+    """A drawn token. `logprob`, and `top` by falling log-probability, as `SamplingParams.logprobs` asks."""
 
     token: int
     logprob: float | None = None
@@ -157,8 +63,8 @@ class Sampler:
         eos: Sequence[int] = (),
         choice: int = 0,
     ) -> None:
-        """`matcher`: of `params.grammar`, which makes one if it is not given; `eos`: tokens that end an answer;
-        `choice`: which of n answers, each with random numbers of its own.
+        """`matcher`: of `params.grammar`, which makes one if it is not given; `eos`: tokens that end an
+        answer; `choice`: which of n answers, each with random numbers of its own.
 
         Raises:
             ConfigError: a token of `logit_bias` is not in the vocabulary.
@@ -211,8 +117,8 @@ class Sampler:
 
     @property
     def stateless(self) -> bool:
-        """Whether tokens depend on logits, seed and position alone, now and later: then rows for positions ahead
-        can be drawn before those between are known."""
+        """Whether tokens depend on logits, seed and position alone, now and later: then rows for positions
+        ahead can be drawn before those between are known."""
         return self._history is None and self.matcher is None and not self._early
 
     @property
@@ -249,7 +155,7 @@ class Sampler:
         del self.output[-count:]
 
     def fork(self, choice: int | None = None) -> Sampler:
-        """A sampler in the same state that goes its own way; `choice`: with the random numbers of that answer."""
+        """A sampler in the same state that goes its own way; `choice`: with that answer's random numbers."""
         other = Sampler.__new__(Sampler)
         other.__dict__.update(self.__dict__)
         other.output = list(self.output)
@@ -300,8 +206,8 @@ def sample(
         logits: float32 [L, V], contiguous.
         rows: which of the L rows each sampler draws from.
         samplers: one for each of `rows`; one may come again.
-        ahead: how many tokens each row lies ahead of its sampler's state, for drafts; above 0 only for samplers
-            that are `stateless`. None: all 0.
+        ahead: how many tokens each row lies ahead of its sampler's state, for drafts; above 0 only for
+            samplers that are `stateless`. None: all 0.
 
     Raises:
         SamplingError: rows give no token; it names them. The others can be drawn again without them.
@@ -360,7 +266,7 @@ def _failure(tokens: Sequence[int], rows: Sequence[int]) -> SamplingError:
 
 
 class _History:
-    """The tokens seen: pairs of token and count in the answer, -1 for one that is taken back and in no prompt."""
+    """The tokens seen: pairs of token and count in the answer; -1 for one that was taken back."""
 
     def __init__(self, prompt_tokens: Sequence[int] | np.ndarray, vocab_size: int) -> None:
         seen = np.unique(np.asarray(prompt_tokens, np.int32))
@@ -407,7 +313,8 @@ def _bias(
     outside = [token for token in given if token >= vocab_size]
     if outside:
         raise ConfigError(
-            f"logit_bias has token {outside[0]}: allowed are 0 to {vocab_size - 1}; the nearest is {vocab_size - 1}"
+            f"logit_bias has token {outside[0]}: allowed are 0 to {vocab_size - 1}; "
+            f"the nearest is {vocab_size - 1}"
         )
     joined = dict(given) | dict.fromkeys(forbidden, -math.inf)
     if not joined:
@@ -428,30 +335,3 @@ def _without(mask: np.ndarray, tokens: frozenset[int]) -> np.ndarray:
 
 def _seed_of(seed: int, choice: int) -> int:
     return (seed + choice * _NEXT_CHOICE) & (2**64 - 1)
-
-
-def _integer(name: str, value: int, low: int | None = None, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ConfigError(f"{name} = {value!r}: allowed is an integer{_range(low, high)}")
-    _inside(name, value, low, high)
-
-
-def _real(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or math.isnan(value):
-        raise ConfigError(f"{name} = {value!r}: allowed is a number{_range(low, high)}")
-    _inside(name, value, low, high)
-
-
-def _inside(name: str, value: float, low: float | None, high: float | None) -> None:
-    below, above = low is not None and value < low, high is not None and value > high
-    if below or above:
-        raise ConfigError(
-            f"{name} = {value}: allowed is{_range(low, high)}; the nearest is {low if below else high}"
-        )
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if low is None:
-        return ""
-    return f" of at least {low}" if high is None else f" from {low} to {high}"

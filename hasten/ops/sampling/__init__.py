@@ -1,7 +1,7 @@
-"""Tokens drawn from rows of logits: penalties, masks, temperature, top-k, top-p, min-p, and log-probabilities.
+"""Tokens drawn from rows of logits, after penalties, masks, temperature, top-k, top-p and min-p.
 
-Unlike the other operators these stand in no graph: they are plain functions that end in a kernel or, where there
-is none, in the reference. `reference.py` is the meaning.
+Unlike the other operators these stand in no graph: they are plain functions that end in a kernel or, where
+there is none, in the reference. `reference.py` is the meaning.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def argmax_case(name: str, rows: int, vocab: int, *, ties: bool = False, benchma
 
 
 ALL = ("history", "bias", "mask")
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 CASES = [
     argmax_case("one", 3, 1),
     argmax_case("rows", 5, 513),

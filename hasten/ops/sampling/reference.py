@@ -2,16 +2,19 @@
 
     1. grammar mask: a token without its bit gets -infinity
     2. logit bias: added
-    3. repetition penalty r of every token in prompt or output: y < 0 ? y r : y / r     (Keskar et al. 2019)
+    3. repetition penalty r of every token in prompt or output: y < 0 ? y r : y / r (Keskar et al. 2019)
     4. presence and frequency: y -= presence + frequency * count, of tokens in the output
-    5. temperature T: y / T; below COLDEST the largest y is taken, at ties the lowest token, and 6 to 9 are left out
+    5. temperature T: y / T; below COLDEST the largest y is taken, at ties the lowest token, and 6 to 9 are
+       left out
     6. top-k: the k first
-    7. top-p: the shortest run of the first whose probability, among those left, is at least p  (Holtzman et al. 2020)
+    7. top-p: the shortest run of the first whose probability, among those left, is at least p
+       (Holtzman et al. 2020)
     8. min-p: those at least min_p times as likely as the first
     9. drawn: the first token in the order of tokens at which the running sum of probabilities passes u
 
 "First" is by falling y, and by rising token among equals: k tokens are kept, not all that equal the k-th. The
-order of the steps is that of transformers' processors and warpers. u is a function of seed and position alone.
+order of the steps is that of transformers' processors and warpers. u is a function of seed and position
+alone.
 
 Log-probabilities are of the logits as given, before every step.
 """
@@ -37,8 +40,8 @@ class Rule:
 
     Attributes:
         seed, position: of the generator, each taken modulo 2^64.
-        history: int32 [n, 2], a token of prompt or output and how often the output has it; a count below 0 is a
-            token taken back.
+        history: int32 [n, 2], a token of prompt or output and how often the output has it; a count below 0 is
+            a token taken back.
         bias: tokens int32 [m] and what is added to their logits, float32 [m].
         mask: int32 [ceil(V / 32)]; bit i % 32 of word i / 32 is set where token i is allowed.
         top: how many of the most likely tokens to list; None: no log-probability either.
@@ -61,8 +64,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Drawn:
-    """`token`, or NOT_FINITE or NONE_LEFT; `probabilities` float64 [V] that it was drawn from; `logprob` and `top`
-    (token, log-probability) as the rule asks."""
+    """`token`, or NOT_FINITE or NONE_LEFT; `probabilities` float64 [V] that it was drawn from; `logprob` and
+    `top` (token, log-probability) as the rule asks."""
 
     token: int
     probabilities: Tensor
@@ -143,7 +146,7 @@ def falling(y_V: Tensor) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1): 53 bits of SplitMix64 (Steele, Lea and Flood 2014) from the state mixed(seed) at `position`."""
+    """In [0, 1): 53 bits of SplitMix64 (Steele, Lea and Flood 2014) at `position` from a mixed seed."""
     state = _mixed(seed + _GOLDEN) + (position + 1) * _GOLDEN
     return (_mixed(state) >> 11) * 2.0**-53
 
