@@ -361,10 +361,8 @@ def test_constrained_answers_are_of_the_form_asked_for() -> None:
         "required": ["colour", "sure"],
         "additionalProperties": False,
     }
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": schema}}
-        for name in ("paint", "describe")
-    ]
+    names = ("paint", "describe")
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in names]
     with serving(grammar=Grammars(TOKENIZER, [END], VOCAB).compile) as world:
 
         def check(text: str) -> None:
