@@ -1,0 +1,77 @@
+"""The contenders by name, and what one process is told to do.
+
+Imports nothing heavy: a contender's own imports are part of the time to its first token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """How a contender differs from the others; everything else is the same for all."""
+
+    description: str
+    engine: str
+    """`eager` or `compile` (both transformers), `llama.cpp` or `hasten`."""
+    weights: str
+    """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, and 4 bits where it has floats."""
+
+
+CONTENDERS: dict[str, Kind] = {
+    "eager-fp32": Kind("transformers generate with weights in fp32", "eager", "float32"),
+    "eager-bf16": Kind("transformers generate with weights in bf16, as a user finds it", "eager", "bfloat16"),
+    "compile-bf16": Kind(
+        "transformers generate with a static cache and compiled steps", "compile", "bfloat16"
+    ),
+    "llama.cpp": Kind("llama.cpp through llama-cpp-python, the file's own weights", "llama.cpp", "stored"),
+    "hasten-fp32": Kind("hasten's engine with weights in fp32", "hasten", "float32"),
+    "hasten-bf16": Kind("hasten's engine with weights in bf16", "hasten", "bfloat16"),
+    "hasten-int8": Kind("hasten's engine with weights in 8 bits", "hasten", "int8"),
+    "hasten": Kind("hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"),
+}
+
+DEFAULT = ("eager-bf16", "llama.cpp", "hasten-bf16", "hasten")
+BASES = ("eager-bf16", "eager-fp32", "llama.cpp")
+"""What ratios are taken against."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run of one contender, as JSON from the bench to the process."""
+
+    contender: str
+    model: str
+    """What `hasten.models.open_model` takes."""
+
+    gguf: str | None
+    """The model's file where it is a GGUF file."""
+
+    weights: str
+    """What the contender makes of them: `float32`, `bfloat16`, `int8`, `int4` or `stored`."""
+
+    prompts: list[list[int]]
+    """Tokens; the first is timed from the start of the process, the others warm. No two begin alike, so that a
+    cache of prefixes helps nobody."""
+
+    streams: list[list[list[int]]]
+    """Groups of prompts, each group run together after the single ones; all of one length."""
+
+    new_tokens: int
+    threads: int
+    context_tokens: int
+    """Longest prompt and its answer."""
+
+    started_at: float
+    """`time.time()` just before the process was started."""
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Spec:
+        """From `dump`."""
+        return cls(**json.loads(text))
