@@ -5,41 +5,14 @@ No engine stops at an end token, so that all do the same work. Each imports its 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.base.errors import HastenError
-from hasten.bench.generation.names import CONTENDERS, Spec
-
-
-@dataclass
-class Answer:
-    """What one prompt got."""
-
-    tokens: list[int] = field(default_factory=list)
-    at_s: list[float] = field(default_factory=list)
-    """`time.perf_counter()` when each token was there."""
-    logprobs: list[float] = field(default_factory=list)
-    """Natural logarithm of each token's probability; empty unless asked for."""
-
-
-class Engine(Protocol):
-    """An open contender."""
-
-    def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
-        """Answers to prompts of one length, all together.
-
-        `logprobs` is asked for one prompt alone, outside what is timed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends its threads."""
-        ...
+from hasten.bench.generation.llama import LlamaCpp
+from hasten.bench.generation.names import CONTENDERS, Answer, Engine, Spec
 
 
 def open_engine(spec: Spec) -> Engine:
@@ -173,18 +146,3 @@ class Hasten:
     def close(self) -> None:
         """Ends the engine's thread."""
         self._engine.stop(0)
-
-
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python; several prompts in one batch of several sequences."""
-
-    def __init__(self, spec: Spec) -> None:
-        raise NotImplementedError
-
-
-def log_probability(logits: Any, token: int) -> float:
-    """Natural logarithm of the probability of `token`; logits fp32 [V]."""
-    import numpy as np
-
-    shifted = logits.astype(np.float64) - logits.max()
-    return float(shifted[token]) - math.log(float(np.exp(shifted).sum()))

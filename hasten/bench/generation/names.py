@@ -1,4 +1,4 @@
-"""The contenders by name, and what one process is told to do.
+"""The contenders by name, what one process is told to do, and what it asks of an engine.
 
 Imports nothing heavy: a contender's own imports are part of the time to its first token.
 """
@@ -6,8 +6,8 @@ Imports nothing heavy: a contender's own imports are part of the time to its fir
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, Protocol
 
 
 class Kind(NamedTuple):
@@ -75,3 +75,29 @@ class Spec:
     def load(cls, text: str) -> Spec:
         """From `dump`."""
         return cls(**json.loads(text))
+
+
+@dataclass
+class Answer:
+    """What one prompt got."""
+
+    tokens: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    """`time.perf_counter()` when each token was there."""
+    logprobs: list[float] = field(default_factory=list)
+    """Natural logarithm of each token's probability; empty unless asked for."""
+
+
+class Engine(Protocol):
+    """An open contender."""
+
+    def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
+        """Answers to prompts of one length, all together.
+
+        `logprobs` is asked for the cold prompt alone, whose decoding is not timed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends its threads."""
+        ...
