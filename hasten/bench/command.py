@@ -1,4 +1,4 @@
-"""The commands `demo` and `bench train|generate|serve|ops`. torch is imported when one runs, not for its help.
+"""The commands `demo` and `bench train|generate|serve|ops`. torch is imported when one runs, not for help.
 
 Exit codes: 0 done; 1 a contender failed, or another fault; 2 a mistake in what was asked for; 130 stopped by
 Ctrl-C, 143 by SIGTERM, with what was measured before it in the report.
@@ -95,8 +95,8 @@ def train(
     levels: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated instruction levels, e.g. avx2,avx512: the whole bench at each of them, torch "
-            "limited as hasten is. Measures no table of choices."
+            help="Comma-separated instruction levels, e.g. avx2,avx512: the whole bench at each of them, "
+            "torch limited as hasten is. Measures no table of choices."
         ),
     ] = None,
     no_tune: _NO_TUNE = False,
@@ -138,10 +138,10 @@ def generate(
         ),
     ] = "smollm2-135m",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer; end tokens are ignored.")] = 128,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Warm prompts of each process, after a cold one.")
-    ] = 2,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of each answer; end tokens are ignored.")
+    ] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Warm prompts of each process, after a cold one.")] = 2,
     rounds: Annotated[
         int, typer.Option(min=1, help="How often the contenders take turns; medians over all.")
     ] = 2,
@@ -178,7 +178,15 @@ def generate(
         if json is not None and json != _STDOUT:
             reports.check_writable(json)
         settings = Settings(
-            model, prompt_tokens, new_tokens, repeats, rounds, counts, names, data, longest_context=longest_context
+            model,
+            prompt_tokens,
+            new_tokens,
+            repeats,
+            rounds,
+            counts,
+            names,
+            data,
+            longest_context=longest_context,
         )
         report = bench_generate(settings, screen)
         if json is not None and json != _STDOUT:
@@ -319,4 +327,6 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"{name} = {text!r}: give whole numbers with commas between them, e.g. 1,8") from None
+        raise ConfigError(
+            f"{name} = {text!r}: give whole numbers with commas between them, e.g. 1,8"
+        ) from None

@@ -71,9 +71,10 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     peak_first, first_forward_s = 0, 0.0
     begin = time.perf_counter()
     # The price of preparing the model belongs to the first step.
+    optimizer: Any = None
     if kind.engine == "openvino":
         shape = (spec.batch, columns["input_ids"].shape[1])
-        forward, optimizer = openvino_forward(model, settings, shape, spec.bf16), None
+        forward = openvino_forward(model, settings, shape, spec.bf16)
     else:
         forward, optimizer = _prepare(model, kind, spec)
     for step in range(spec.steps):

@@ -1,9 +1,9 @@
 """The same bench at several instruction levels, with torch limited as hasten is.
 
-`HASTEN_ISA` limits hasten's kernels, `ATEN_CPU_CAPABILITY` torch's own, `ONEDNN_MAX_CPU_ISA` the matrix products
-that torch takes from oneDNN (its developer guide, "CPU dispatcher control"). Each contender's process gets all
-three. A level below AVX-512 has no products of bf16, so the bf16 contenders run in fp32 there, as they would on
-a processor of that level.
+`HASTEN_ISA` limits hasten's kernels, `ATEN_CPU_CAPABILITY` torch's own, `ONEDNN_MAX_CPU_ISA` the matrix
+products that torch takes from oneDNN (its developer guide, "CPU dispatcher control"). Each contender's
+process gets all three. A level below AVX-512 has no products of bf16, so the bf16 contenders run in fp32
+there, as they would on a processor of that level.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How to build llama-cpp-python for this processor: `python -m hasten.bench.llama_build` prints the command.
 
-Its own native build asks the compiler for everything that the processor's family has, which is not always what
-the machine grants: a virtual machine may hide a set of instructions, and the program then dies of an illegal
-one. Here each set is switched on only where /proc/cpuinfo has its flags, which is where Linux says what it
-saves and allows.
+Its own native build asks the compiler for everything that the processor's family has, which is not always
+what the machine grants: a virtual machine may hide a set of instructions, and the program then dies of an
+illegal one. Here each set is switched on only where /proc/cpuinfo has its flags, which is where Linux says
+what it saves and allows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from hasten.base.facts import detect
 
 REQUIREMENT = "llama-cpp-python>=0.3.36"
-# CMake options of ggml (ggml/CMakeLists.txt), and the flags of /proc/cpuinfo that each needs. A set of AVX-512
-# is taken only with the base that ggml's AVX512 means: F, CD, VL, DQ and BW.
+# CMake options of ggml (ggml/CMakeLists.txt), and the flags of /proc/cpuinfo that each needs. A set of
+# AVX-512 is taken only with the base that ggml's AVX512 means: F, CD, VL, DQ and BW.
 _AVX512 = ("avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "GGML_SSE42": ("sse4_2",),
@@ -37,7 +37,7 @@ has it (0.3.36, 2026-11)."""
 
 
 def cmake_args(flags: Set[str]) -> str:
-    """The value of CMAKE_ARGS for a processor with these flags of /proc/cpuinfo; others than x86 build natively."""
+    """The value of CMAKE_ARGS for a processor with these flags of /proc/cpuinfo; not x86: a native build."""
     if "sse2" not in flags:
         return "-DGGML_NATIVE=ON"
     chosen = [

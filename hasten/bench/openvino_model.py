@@ -30,8 +30,8 @@ def openvino_forward(
 ) -> Callable[..., Any]:
     """`model(input_ids, **settings)` through OpenVINO, for ids of exactly `shape` [B, S].
 
-    The model is converted from fp32; `INFERENCE_PRECISION_HINT` then lets products run in bf16. Threads are as
-    many as torch has. The result has `last_hidden_state` [B, S, H] in fp32, as the model's own has.
+    The model is converted from fp32; `INFERENCE_PRECISION_HINT` then lets products run in bf16. Threads are
+    as many as torch has. The result has `last_hidden_state` [B, S, H] in fp32, as the model's own has.
 
     Raises:
         HastenError: OpenVINO cannot convert the model.

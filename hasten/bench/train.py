@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import hasten
 from hasten.base.config import make_config
-from hasten.base.errors import ConfigError, HastenError
+from hasten.base.errors import ConfigError
 from hasten.base.facts import Facts, detect
 from hasten.base.screen import Bar, Screen
 from hasten.bench import compare, levels, limits, report
@@ -86,7 +86,9 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         environment = levels.environment(settings.level) if settings.level else None
 
         def run(name: str, number: int, title: str) -> report.Outcome:
-            return run_contender(_spec(settings, name, batch, bf16, folder), folder, title, screen, environment)
+            return run_contender(
+                _spec(settings, name, batch, bf16, folder), folder, title, screen, environment
+            )
 
         outcomes, failed, interruption = take_turns(names, settings.rounds, run, screen)
 
@@ -159,7 +161,8 @@ def _present(settings: Settings) -> tuple[list[str], dict[str, str]]:
         kind = CONTENDERS[name]
         if settings.task not in kind.tasks:
             raise ConfigError(
-                f"contender {name!r} does not do task {settings.task!r}; allowed for it: {', '.join(kind.tasks)}"
+                f"contender {name!r} does not do task {settings.task!r}; allowed for it: "
+                f"{', '.join(kind.tasks)}"
             )
         if kind.engine == "openvino" and find_spec("openvino") is None:
             skipped[name] = "the package openvino is missing: pip install 'hasten[bench]'"

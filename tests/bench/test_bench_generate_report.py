@@ -199,7 +199,9 @@ def test_every_field_is_documented():
         models = [
             value
             for value in vars(module).values()
-            if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__
+            if isinstance(value, type)
+            and issubclass(value, BaseModel)
+            and value.__module__ == module.__name__
         ]
         assert len(models) > 4
         for model in models:
@@ -219,8 +221,8 @@ def test_markdown_has_the_numbers(example: report.GenerateReport):
     text = table.markdown(example)
     assert "| `hasten` | 5,120 | 200.0 | 100% | 100 ms | 3.0 s | 0.40 GB | 80 MB |" in text
     assert (
-        "hasten against llama.cpp: decode 4.00x, 4.00x with 8 streams, prefill 30.00x, 0.33x the time from start to "
-        "first token, 0.40x the peak memory" in text
+        "hasten against llama.cpp: decode 4.00x, 4.00x with 8 streams, prefill 30.00x, 0.33x the time from "
+        "start to first token, 0.40x the peak memory" in text
     )
     assert "parts from eager-bf16's never" in text
 
@@ -234,14 +236,19 @@ def test_the_markdown_is_printed_from_a_file(example: report.GenerateReport, tmp
 
 
 @given(
-    fixed=st.integers(0, 3000), slope=st.integers(1, 20), model_tokens=st.integers(100, 20_000), budget=st.integers(0, 40_000)
+    fixed=st.integers(0, 3000),
+    slope=st.integers(1, 20),
+    model_tokens=st.integers(100, 20_000),
+    budget=st.integers(0, 40_000),
 )
 def test_the_longest_context_is_the_longest_that_fits(fixed: int, slope: int, model_tokens: int, budget: int):
     def probe(name: str, tokens: int) -> int:
         assert 0 < tokens <= model_tokens
         return budget if name == "plain" else fixed + slope * tokens
 
-    got = longest_context(["plain", "other"], "plain", model_tokens, probe, budget_tokens=100, resolution_tokens=8)
+    got = longest_context(
+        ["plain", "other"], "plain", model_tokens, probe, budget_tokens=100, resolution_tokens=8
+    )
     found = got.contenders["other"]
     assert list(got.contenders) == ["other"]
     assert got.budget_bytes == budget

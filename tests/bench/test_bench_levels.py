@@ -48,7 +48,9 @@ def test_below_avx512_there_is_no_bf16():
     assert levels.has_bf16("avx512", without) == (False, "this processor has no bf16 in hardware")
 
 
-def test_each_contender_runs_at_each_level(monkeypatch: pytest.MonkeyPatch, fast_limits: None, tmp_path: Path):
+def test_each_contender_runs_at_each_level(
+    monkeypatch: pytest.MonkeyPatch, fast_limits: None, tmp_path: Path
+):
     ran = []
 
     def fake(spec, folder, title, screen, environment):

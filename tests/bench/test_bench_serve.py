@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -25,8 +26,8 @@ from hasten.train.screen import Screen
 
 QUIET = Screen(enabled=False)
 
-# Says `new_tokens` pieces that follow from the prompt, 5 ms apart, the first after 20 ms. `mode` makes it wrong.
-SERVER = '''
+# Says pieces that follow from the prompt, 5 ms apart, the first after 20 ms. `mode` makes it wrong.
+SERVER = """
 import hashlib, json, os, signal, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -70,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-'''
+"""
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_levels_ratios_and_the_end_of_the_server(fake_server: None, fast_limits:
         ours.levels["4"].tokens_per_s / result.contenders["llama.cpp"].levels["4"].tokens_per_s
     )
     assert ServeReport.model_validate_json(dump(result)) == result
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(table.render(result))
     text = console.export_text()
     assert "…" not in text

@@ -31,14 +31,16 @@ def bound(weights: str) -> Bound:
     """The bound for a format of the weights."""
     if weights == "float32":
         return Bound(
-            1e-3, 1e-3, "fp32: sums in another order change a logit by 1e-4 at most; ten times that is allowed"
+            1e-3,
+            1e-3,
+            "fp32: sums in another order change a logit by 1e-4 at most; ten times that is allowed",
         )
     if weights == "bfloat16":
         return Bound(
             1e-2,
             6e-2,
-            "bf16 has 8 significant bits: a logit between 16 and 32 is rounded by up to 0.06, and the best token "
-            "loses to another only where the two are that near",
+            "bf16 has 8 significant bits: a logit between 16 and 32 is rounded by up to 0.06, and the best "
+            "token loses to another only where the two are that near",
         )
     return Bound(
         math.log(PERPLEXITY_RATIO),
@@ -105,7 +107,9 @@ def summarise(
     )
 
 
-def agreements(contenders: Mapping[str, Contender], judged: Mapping[str, Sequence[Scored]]) -> list[Agreement]:
+def agreements(
+    contenders: Mapping[str, Contender], judged: Mapping[str, Sequence[Scored]]
+) -> list[Agreement]:
     """What the judge says of each contender; `judged[name][0]` is its cold answer."""
     plain = next((name for name in contenders if CONTENDERS[name].engine == "eager"), None)
     return [
@@ -115,9 +119,7 @@ def agreements(contenders: Mapping[str, Contender], judged: Mapping[str, Sequenc
     ]
 
 
-def ratios(
-    contenders: Mapping[str, Contender], agreed: Sequence[Agreement]
-) -> dict[str, dict[str, Ratio]]:
+def ratios(contenders: Mapping[str, Contender], agreed: Sequence[Agreement]) -> dict[str, dict[str, Ratio]]:
     """`ratios[contender][base]`; times and speeds only where the judge agrees with both."""
     right = {entry.contender for entry in agreed if entry.agree}
     table: dict[str, dict[str, Ratio]] = {}
@@ -169,9 +171,7 @@ def _agreement(
 ) -> Agreement:
     allowed = bound(contender.weights)
     regrets = [
-        best - chosen
-        for scored in judged
-        for best, chosen in zip(scored.best, scored.logprobs, strict=True)
+        best - chosen for scored in judged for best, chosen in zip(scored.best, scored.logprobs, strict=True)
     ]
     own = contender.rounds[0].logprobs
     difference = None

@@ -49,9 +49,7 @@ def longest_context(
     )
 
 
-def _longest(
-    name: str, budget: int, first: int, model_tokens: int, resolution: int, probe: Probe
-) -> Longest:
+def _longest(name: str, budget: int, first: int, model_tokens: int, resolution: int, probe: Probe) -> Longest:
     peaks: dict[int, int] = {}
 
     def fits(tokens: int) -> bool:

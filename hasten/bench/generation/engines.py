@@ -48,7 +48,7 @@ class Transformers:
         if CONTENDERS[spec.contender].engine == "compile":
             from transformers import CompileConfig
 
-            compiled = CompileConfig(mode="default")
+            compiled: Any = CompileConfig(mode="default")
             # Without this transformers compiles for accelerators alone.
             compiled._compile_all_devices = True
             self._settings = {"cache_implementation": "static", "compile_config": compiled}
@@ -121,9 +121,7 @@ class Hasten:
         if len(streams) == 1:
             self._collect(streams[0], answers[0])
         else:
-            threads = [
-                Thread(target=self._collect, args=pair) for pair in zip(streams, answers, strict=True)
-            ]
+            threads = [Thread(target=self._collect, args=pair) for pair in zip(streams, answers, strict=True)]
             for thread in threads:
                 thread.start()
             for thread in threads:

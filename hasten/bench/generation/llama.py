@@ -52,7 +52,9 @@ class LlamaCpp:
         for sequence, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             for begin in range(0, len(prompt), BATCH_TOKENS):
                 chunk = prompt[begin : begin + BATCH_TOKENS]
-                self._decode([(token, begin + at, sequence) for at, token in enumerate(chunk)], all_rows=False)
+                self._decode(
+                    [(token, begin + at, sequence) for at, token in enumerate(chunk)], all_rows=False
+                )
             self._take(answer, len(chunk) - 1, logprobs)
         for step in range(new_tokens - 1):
             rows = [

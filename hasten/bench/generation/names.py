@@ -17,7 +17,7 @@ class Kind(NamedTuple):
     engine: str
     """`eager` or `compile` (both transformers), `llama.cpp` or `hasten`."""
     weights: str
-    """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, and 4 bits where it has floats."""
+    """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, 4 bits where it has floats."""
 
 
 CONTENDERS: dict[str, Kind] = {
@@ -30,7 +30,9 @@ CONTENDERS: dict[str, Kind] = {
     "hasten-fp32": Kind("hasten's engine with weights in fp32", "hasten", "float32"),
     "hasten-bf16": Kind("hasten's engine with weights in bf16", "hasten", "bfloat16"),
     "hasten-int8": Kind("hasten's engine with weights in 8 bits", "hasten", "int8"),
-    "hasten": Kind("hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"),
+    "hasten": Kind(
+        "hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"
+    ),
 }
 
 DEFAULT = ("eager-bf16", "llama.cpp", "hasten-bf16", "hasten")
@@ -53,8 +55,8 @@ class Spec:
     """What the contender makes of them: `float32`, `bfloat16`, `int8`, `int4` or `stored`."""
 
     prompts: list[list[int]]
-    """Tokens; the first is timed from the start of the process, the others warm. No two begin alike, so that a
-    cache of prefixes helps nobody."""
+    """Tokens; the first is timed from the start of the process, the others warm. No two begin alike, so
+    that a cache of prefixes helps nobody."""
 
     streams: list[list[list[int]]]
     """Groups of prompts, each group run together after the single ones; all of one length."""

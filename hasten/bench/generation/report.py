@@ -133,13 +133,13 @@ class Agreement(_Frozen):
     contender: str
     judged_tokens: int
     regret_mean: float
-    """Logarithm of the probability of the best token minus that of the token chosen: 0 for the judge itself."""
+    """Logarithm of the probability of the best token minus that of the token chosen; 0 for the judge."""
     regret_largest: float
     bound_regret: float
     """For the mean."""
     logprob_difference_mean: float | None
-    """Of the absolute differences between the contender's own log-probabilities and the judge's; null where it
-    gave none."""
+    """Of the absolute differences between the contender's own log-probabilities and the judge's; null where
+    it gave none."""
     bound_logprob: float | None
     """Null where the weights are not those of the judge."""
     reason: str
@@ -151,8 +151,9 @@ class Agreement(_Frozen):
 
 
 class Ratio(_Frozen):
-    """A contender against a base. Speeds above 1 are better, the others below 1; null where one of the two does
-    not agree with the judge."""
+    """A contender against a base. Speeds above 1 are better, the others below 1; null where one of the two
+    does not agree with the judge.
+    """
 
     prefill: float | None
     decode: float | None
@@ -234,4 +235,6 @@ def load(path: Path) -> GenerateReport:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{str(path)!r} is not a report of schema {SCHEMA}: {where}: {first['msg']}") from error
+        raise InputError(
+            f"{str(path)!r} is not a report of schema {SCHEMA}: {where}: {first['msg']}"
+        ) from error

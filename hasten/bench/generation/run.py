@@ -135,7 +135,8 @@ def present(names: tuple[str, ...], subject: Subject) -> tuple[list[str], dict[s
             continue
         if find_spec("llama_cpp") is None:
             skipped[name] = (
-                "the package llama-cpp-python is missing; 'python -m hasten.bench.llama_build' says how to build it"
+                "the package llama-cpp-python is missing; 'python -m hasten.bench.llama_build' says how to "
+                "build it"
             )
         elif subject.gguf is None:
             skipped[name] = f"it reads GGUF files, and {subject.name} is none"
@@ -214,9 +215,7 @@ def _run(contest: _Contest, name: str, title: str) -> Round:
         def seen(event: Mapping[str, Any]) -> None:
             bar.update(event.get("done", 0), f"first token after {event['seconds']:.2f} s")
 
-        text = run_child(
-            "hasten.bench.generation.measure", _spec(contest, name).dump(), contest.folder, seen
-        )
+        text = run_child("hasten.bench.generation.measure", _spec(contest, name).dump(), contest.folder, seen)
     measured = Round.model_validate_json(text)
     warm = measured.runs[-1]
     rate = (contest.settings.new_tokens - 1) / warm.decode_s
@@ -228,7 +227,7 @@ def _run(contest: _Contest, name: str, title: str) -> Round:
 
 
 def _judge(contest: _Contest, turns: Turns[Round], screen: Screen) -> dict[str, list[judge.Scored]]:
-    """Scored answers by contender: of the first round the cold answer, the last warm one and the last of all."""
+    """Scored answers by contender, all of the first round: the cold one, the last warm one, the last."""
     prompts = contest.singles + [prompt for group in contest.groups for prompt in group]
     which = sorted({0, len(contest.singles) - 1, len(prompts) - 1})[:JUDGED]
     pairs = [(name, at) for name in turns.outcomes for at in which]
@@ -278,9 +277,7 @@ def _longest_context(contest: _Contest, names: list[str], screen: Screen) -> Lon
         return peak
 
     try:
-        return longest_context(
-            names, budget_of, longest, probe, budget_tokens=min(BUDGET_TOKENS, longest)
-        )
+        return longest_context(names, budget_of, longest, probe, budget_tokens=min(BUDGET_TOKENS, longest))
     except ContenderError as failure:
         screen.warn(f"longest context: not measured: {failure}")
         return None

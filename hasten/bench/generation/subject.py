@@ -73,7 +73,8 @@ class Subject(NamedTuple):
 def open_subject(name: str, seed: int, folder: Path) -> Subject:
     """Opens the model once for what the bench must know of it.
 
-    A `tiny:` or `random:` model (see `hasten.bench.workload`) is written to `folder` with a tokenizer of bytes.
+    A `tiny:` or `random:` model (see `hasten.bench.workload`) is written to `folder` with a tokenizer of
+    bytes.
 
     Raises:
         ConfigError: a masked model, or a name that does not exist.
@@ -120,9 +121,7 @@ def gguf_file(name: str) -> str | None:
     return str(path) if path.is_file() else None
 
 
-def prompts_of(
-    subject: Subject, data: str, counts: list[int], screen: Screen
-) -> list[list[int]]:
+def prompts_of(subject: Subject, data: str, counts: list[int], screen: Screen) -> list[list[int]]:
     """Prompts of the given numbers of tokens, one after the other out of the text, so no two begin alike.
 
     Raises:
@@ -132,8 +131,8 @@ def prompts_of(
     stream = load_tokens(DataSection(path=data, max_tokens=wanted), subject.tokenizer, screen=screen)
     if len(stream.tokens) < wanted:
         raise InputError(
-            f"data = {data!r}: its {len(stream.tokens):,} tokens are fewer than the {wanted:,} of all prompts; "
-            "give more text, or shorter or fewer prompts"
+            f"data = {data!r}: its {len(stream.tokens):,} tokens are fewer than the {wanted:,} of all "
+            "prompts; give more text, or shorter or fewer prompts"
         )
     prompts, begin = [], 0
     for count in counts:

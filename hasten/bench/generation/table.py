@@ -55,16 +55,19 @@ def markdown(report: GenerateReport) -> str:
     ]
     failed = [f"{name} failed: {reason}" for name, reason in report.failed.items()]
     said = [f"- {line}" for line in (*failed, *lines(report))]
-    return "\n".join([f"{headline(report)}.", "", "| " + " | ".join(HEADINGS) + " |", rule, *rows, "", *said]) + "\n"
+    return (
+        "\n".join([f"{headline(report)}.", "", "| " + " | ".join(HEADINGS) + " |", rule, *rows, "", *said])
+        + "\n"
+    )
 
 
 def headline(report: GenerateReport) -> str:
     """Model, sizes, machine and date in one line."""
     work = report.workload
     return (
-        f"{work.model} ({work.size.parameters / 1e6:,.1f} M parameters), prompts of {work.prompt_tokens} tokens of "
-        f"{work.data}, {work.new_tokens} new ones, on {report.machine.get('processor', 'unknown')} with "
-        f"{report.limits.threads} threads, {report.date[:10]}"
+        f"{work.model} ({work.size.parameters / 1e6:,.1f} M parameters), prompts of {work.prompt_tokens} "
+        f"tokens of {work.data}, {work.new_tokens} new ones, on {report.machine.get('processor', 'unknown')} "
+        f"with {report.limits.threads} threads, {report.date[:10]}"
     )
 
 
@@ -87,16 +90,17 @@ def lines(report: GenerateReport) -> list[str]:
     if report.longest_context is not None:
         longest = report.longest_context
         found += [
-            f"longest context of {name} within the {longest.budget_bytes / 1e9:.2f} GB that {longest.budget_of} "
-            f"needs for {longest.budget_tokens} tokens: {entry.tokens} ({longest.ratios[name]:.1f}x"
+            f"longest context of {name} within the {longest.budget_bytes / 1e9:.2f} GB that "
+            f"{longest.budget_of} needs for {longest.budget_tokens} tokens: {entry.tokens} "
+            f"({longest.ratios[name]:.1f}x"
             f"{', all that the model is made for' if entry.limited_by == 'model' else ''})"
             for name, entry in longest.contenders.items()
         ]
     limits = report.limits
     found.append(
-        f"limits measured before the run: matrix products {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s, reading "
-        f"memory {limits.read_bytes_per_s / 1e9:.1f} GB/s; the bound of decoding is the second over the bytes of "
-        "weights and cache that a token reads"
+        f"limits measured before the run: matrix products {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s, "
+        f"reading memory {limits.read_bytes_per_s / 1e9:.1f} GB/s; the bound of decoding is the second over "
+        "the bytes of weights and cache that a token reads"
     )
     for name, contender in report.contenders.items():
         if contender.note:
@@ -109,7 +113,16 @@ def lines(report: GenerateReport) -> list[str]:
 def _streams_table(report: GenerateReport) -> Table:
     table = _new_table(
         "several streams together",
-        ("", "streams", "decode tokens/s", "against one", "all tokens/s", "first token", "last first", "peak memory"),
+        (
+            "",
+            "streams",
+            "decode tokens/s",
+            "against one",
+            "all tokens/s",
+            "first token",
+            "last first",
+            "peak memory",
+        ),
     )
     for name, contender in report.contenders.items():
         for count, group in contender.streams.items():
@@ -128,7 +141,9 @@ def _streams_table(report: GenerateReport) -> Table:
 
 
 def _new_table(title: str, headings: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for index, heading in enumerate(headings):
         # Two short lines: the table fits into 80 columns.
         table.add_column(heading.replace(" ", "\n"), justify="left" if index == 0 else "right", no_wrap=True)
@@ -163,8 +178,8 @@ def _ratio_line(name: str, base: str, ratio: Ratio) -> str:
 def _agreement_line(entry: Agreement) -> str:
     verdict = "agrees" if entry.agree else "DOES NOT agree"
     parts = [
-        f"{entry.contender} {verdict} with plain PyTorch in fp32: its tokens are {entry.regret_mean:.1e} below the "
-        f"best on average (allowed {entry.bound_regret:.1e}), {entry.regret_largest:.1e} at most"
+        f"{entry.contender} {verdict} with plain PyTorch in fp32: its tokens are {entry.regret_mean:.1e} "
+        f"below the best on average (allowed {entry.bound_regret:.1e}), {entry.regret_largest:.1e} at most"
     ]
     if entry.logprob_difference_mean is not None:
         allowed = "" if entry.bound_logprob is None else f" (allowed {entry.bound_logprob:.1e})"

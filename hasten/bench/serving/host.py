@@ -1,7 +1,7 @@
 """Runs a server whose life is tied to the bench: `python -m hasten.bench.serving.host COMMAND ...`.
 
-The server knows nothing of it. Its process id is the one message on standard output; what it prints itself goes
-to standard error. The exit code is the server's.
+The server knows nothing of it. Its process id is the one message on standard output; what it prints itself
+goes to standard error. The exit code is the server's.
 """
 
 from __future__ import annotations

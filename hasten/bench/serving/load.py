@@ -125,9 +125,7 @@ def summary(replies: Sequence[Reply], wall_s: float) -> Level:
     good = [reply for reply in replies if reply.error is None and reply.at_s]
     first = [reply.at_s[0] - reply.begin_s for reply in good]
     gaps = [
-        after - before
-        for reply in good
-        for before, after in zip(reply.at_s, reply.at_s[1:], strict=False)
+        after - before for reply in good for before, after in zip(reply.at_s, reply.at_s[1:], strict=False)
     ]
     tokens = sum(reply.tokens for reply in good)
     return Level(

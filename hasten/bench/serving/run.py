@@ -66,8 +66,8 @@ def bench_serve(settings: Settings, screen: Screen) -> ServeReport:
     """Starts each server in turn, asks it at every level of concurrency, and puts the report together.
 
     Every prompt is new to the server when it is timed. Afterwards the prompts that were asked for by several
-    clients at once are asked for again, one at a time, and the answers compared. A server that cannot run here
-    is named in `skipped`.
+    clients at once are asked for again, one at a time, and the answers compared. A server that cannot run
+    here is named in `skipped`.
 
     Raises:
         UserError: a setting, the model or the text is not usable; found before anything is measured.
@@ -187,7 +187,8 @@ def _texts(settings: Settings, subject: Subject, screen: Screen) -> dict[int, li
     longest = settings.prompt_tokens + settings.new_tokens + _SPARE_TOKENS
     if longest > subject.context_tokens:
         raise ConfigError(
-            f"prompt and answer take up to {longest} tokens; {settings.model} is made for {subject.context_tokens}"
+            f"prompt and answer take up to {longest} tokens; {settings.model} is made for "
+            f"{subject.context_tokens}"
         )
     counts = [clients * settings.requests_per_client for clients in settings.concurrency]
     prompts = prompts_of(subject, settings.data, [settings.prompt_tokens] * sum(counts), screen)
@@ -299,7 +300,9 @@ def server(command: list[str], address: Address, log_file: Path, bar: Bar) -> It
             try:
                 return process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired as error:
-                raise ContenderError(f"the server did not end within {STOP_TIMEOUT_S:.0f} s of SIGTERM") from error
+                raise ContenderError(
+                    f"the server did not end within {STOP_TIMEOUT_S:.0f} s of SIGTERM"
+                ) from error
 
         yield Server(address, pid, model, time.perf_counter() - begin, wait)
 

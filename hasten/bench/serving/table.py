@@ -44,9 +44,10 @@ def headline(report: ServeReport) -> str:
     """Model, sizes, machine and date in one line."""
     work = report.workload
     return (
-        f"{work.model} over HTTP, prompts of {work.prompt_tokens} tokens of {work.data}, up to {work.new_tokens} new "
-        f"ones, {work.requests_per_client} requests a client, on {report.machine.get('processor', 'unknown')} with "
-        f"{report.limits.threads} threads, {report.date[:10]}"
+        f"{work.model} over HTTP, prompts of {work.prompt_tokens} tokens of {work.data}, up to "
+        f"{work.new_tokens} new ones, {work.requests_per_client} requests a client, on "
+        f"{report.machine.get('processor', 'unknown')} with {report.limits.threads} threads, "
+        f"{report.date[:10]}"
     )
 
 
@@ -77,8 +78,8 @@ def _contender_line(name: str, contender: Contender) -> str:
         else "no answers were compared"
     )
     return (
-        f"{name}: ready after {contender.ready_s:.1f} s, peak {contender.peak_rss_bytes / 1e9:.2f} GB, {answers}; "
-        f"ended with {contender.exit_code} on SIGTERM"
+        f"{name}: ready after {contender.ready_s:.1f} s, peak {contender.peak_rss_bytes / 1e9:.2f} GB, "
+        f"{answers}; ended with {contender.exit_code} on SIGTERM"
     )
 
 
@@ -87,6 +88,6 @@ def _ratio_line(name: str, base: str, clients: str, ratio: Ratio) -> str:
     if ratio.tokens_per_s is None or ratio.first_token_p50 is None or ratio.inter_token_p50 is None:
         return f"{who}: no speed-up is given (answers differ or failed)"
     return (
-        f"{who}: {ratio.tokens_per_s:.2f}x the tokens/s, {ratio.first_token_p50:.2f}x the time to the first token, "
-        f"{ratio.inter_token_p50:.2f}x the time between tokens"
+        f"{who}: {ratio.tokens_per_s:.2f}x the tokens/s, {ratio.first_token_p50:.2f}x the time to the first "
+        f"token, {ratio.inter_token_p50:.2f}x the time between tokens"
     )
