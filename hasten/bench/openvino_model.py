@@ -1,4 +1,9 @@
-"""A torch model run by OpenVINO: converted, compiled for the CPU, called like the original."""
+"""A torch model run by OpenVINO: converted, compiled for the CPU, called like the original.
+
+`openvino.convert_model` gets the model from `torch.export`: tracing, its other way in, leaves operators
+of decoders behind (`aten::diff` of their masks). Where both work they are equally fast: BERT-Large in bf16,
+8 x 128 tokens, took 0.77 s a call either way (2026-11-29).
+"""
 
 from __future__ import annotations
 
@@ -41,10 +46,9 @@ def openvino_forward(
     example = torch.zeros(shape, dtype=torch.int64)
     try:
         with torch.no_grad():
-            converted = openvino.convert_model(
-                _HiddenStates(model, settings).eval(), example_input={"input_ids": example}
-            )
-    except Exception as error:  # its frontend raises nothing narrower, and its message is the reason
+            exported = torch.export.export(_HiddenStates(model, settings).eval(), (example,))
+        converted = openvino.convert_model(exported)
+    except Exception as error:  # neither raises anything narrower, and the message is the reason
         raise HastenError(f"OpenVINO cannot convert this model: {first_line(error)}") from error
     converted.reshape(list(shape))
     compiled = openvino.Core().compile_model(
