@@ -14,13 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 from hasten.base.errors import ConfigError, HastenError, InputError
+from hasten.base.screen import Screen
 from hasten.bench.command import bench
 from hasten.bench.generation import judge, measure, report, run, table
 from hasten.bench.generation.engines import Transformers
 from hasten.bench.generation.names import Answer, Spec
 from hasten.bench.generation.subject import BITS, gguf_file, open_subject, prompts_of
 from hasten.models import open_model
-from hasten.train.screen import Screen
 
 QUIET = Screen(enabled=False)
 
