@@ -18,7 +18,7 @@ from hasten.base.screen import Screen
 from hasten.bench.command import bench
 from hasten.bench.generation import judge, measure, report, run, table
 from hasten.bench.generation.engines import Transformers
-from hasten.bench.generation.names import Answer, Spec
+from hasten.bench.generation.names import About, Answer, Spec
 from hasten.bench.generation.subject import BITS, gguf_file, open_subject, prompts_of
 from hasten.models import open_model
 
@@ -119,7 +119,7 @@ class FakeEngine:
     """Answers after known waits: 30 ms to the first token, 10 ms a token; streams begin 20 ms apart."""
 
     def __init__(self, spec: Spec) -> None:
-        self.closed = False
+        self.about = About(80, "a fake")
 
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
         begin = time.perf_counter()
@@ -156,6 +156,7 @@ def test_what_a_process_measures(monkeypatch: pytest.MonkeyPatch):
     assert streams.tokens_per_s == pytest.approx(33 / 0.17, rel=0.1)
     assert len(got.tokens) == 6
     assert got.logprobs == [-0.5] * 11
+    assert (got.held_weight_bytes, got.note) == (80, "a fake")
     assert [event["event"] for event in events] == ["opened", *["answered"] * 4]
 
 
@@ -183,6 +184,8 @@ def test_the_subject_knows_what_a_step_reads(tmp_path: Path, tiny_gguf: tuple[Pa
 
     path, model = tiny_gguf
     stored = open_subject(str(path), 0, tmp_path)
+    assert (subject.tied, stored.tied) == (False, False)
+    assert open_subject("tiny:llama", 0, tmp_path / "tied").tied
     assert stored.gguf == gguf_file(str(path)) == str(path)
     # The head of this one is not its table of embeddings, and the table is not read.
     assert stored.weight_bytes("stored") == 4 * stored.size.product_parameters

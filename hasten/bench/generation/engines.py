@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.base.errors import HastenError
 from hasten.bench.generation.llama import LlamaCpp
-from hasten.bench.generation.names import CONTENDERS, Answer, Engine, Spec
+from hasten.bench.generation.names import CONTENDERS, About, Answer, Engine, Spec
 
 
 def open_engine(spec: Spec) -> Engine:
@@ -40,6 +40,7 @@ class Transformers:
         from hasten.models import open_model
 
         torch.set_num_threads(spec.threads)
+        self.about = About()
         self._torch = torch
         self._model = open_model(spec.model, dtype=getattr(torch, spec.weights)).model.eval()
         # A fresh configuration: no end token, nothing that a model's own defaults sample with.
@@ -100,11 +101,23 @@ class Hasten:
     """hasten's engine, one request for each prompt."""
 
     def __init__(self, spec: Spec) -> None:
+        from hasten.serve.engine import EngineSettings
+        from hasten.serve.open import DEFAULT_CONTEXT_TOKENS
         from hasten.serve.open import open_engine as open_hasten
         from hasten.serve.sampling import SamplingParams
         from hasten.serve.stream import Request
 
-        self._engine: Any = open_hasten(spec.model, weights=spec.weights, threads=spec.threads)
+        settings = EngineSettings(draft_tokens=CONTENDERS[spec.contender].draft_tokens)
+        # Programs are kept on disk by context: one serves all lengths up to the default.
+        context_tokens = spec.context_tokens if spec.context_tokens > DEFAULT_CONTEXT_TOKENS else None
+        opened: Any = open_hasten(
+            spec.model, settings=settings, weights=spec.weights, context_tokens=context_tokens
+        )
+        self._engine, served = opened
+        reason = served.about.ordinary
+        self.about = About(
+            served.about.weight_bytes, f"runs the model's ordinary forward pass: {reason}" if reason else None
+        )
         self._errors: list[str] = []
         self._request: Any = Request
         self._params: Any = SamplingParams

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from hasten.base.errors import HastenError
-from hasten.bench.generation.names import Answer, Spec
+from hasten.bench.generation.names import About, Answer, Spec
 
 BATCH_TOKENS = 512
 """llama.cpp's own default for a physical batch."""
@@ -26,6 +26,7 @@ class LlamaCpp:
 
         if spec.gguf is None:
             raise HastenError("llama.cpp reads GGUF files only")
+        self.about = About()
         self._c: Any = llama_cpp
         self._spec = spec
         # Kept for as long as the library may call it: without it every tensor is printed.

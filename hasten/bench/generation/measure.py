@@ -59,6 +59,8 @@ def run(spec: Spec, emit: Emit) -> dict[str, Any]:
         "peak_rss_bytes": peak,
         "tokens": [answer.tokens for answer in answers],
         "logprobs": cold.logprobs,
+        "held_weight_bytes": engine.about.weight_bytes,
+        "note": engine.about.note,
     }
 
 

@@ -18,6 +18,8 @@ class Kind(NamedTuple):
     """`eager` or `compile` (both transformers), `llama.cpp` or `hasten`."""
     weights: str
     """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, 4 bits where it has floats."""
+    draft_tokens: int = 0
+    """Most tokens that are guessed from the prompt at a time."""
 
 
 CONTENDERS: dict[str, Kind] = {
@@ -33,6 +35,7 @@ CONTENDERS: dict[str, Kind] = {
     "hasten": Kind(
         "hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"
     ),
+    "hasten-draft": Kind("hasten, guessing tokens from the prompt", "hasten", "stored", draft_tokens=8),
 }
 
 DEFAULT = ("eager-bf16", "llama.cpp", "hasten-bf16", "hasten")
@@ -90,8 +93,20 @@ class Answer:
     """Natural logarithm of each token's probability; empty unless asked for."""
 
 
+@dataclass
+class About:
+    """What an engine says of itself; None where it does not."""
+
+    weight_bytes: int | None = None
+    """Of all weights as it holds them."""
+    note: str | None = None
+    """What a reader must know, e.g. that the model is not run the way the name says."""
+
+
 class Engine(Protocol):
     """An open contender."""
+
+    about: About
 
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
         """Answers to prompts of one length, all together.

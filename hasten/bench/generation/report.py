@@ -82,6 +82,9 @@ class Round(_Frozen):
     """Of every prompt: cold, warm, then those of the streams."""
     logprobs: list[float]
     """Natural logarithms of the probabilities of the cold answer's tokens."""
+    held_weight_bytes: int | None = None
+    """Of all weights as the contender holds them; null where it does not say."""
+    note: str | None = None
 
 
 class Contender(_Frozen):

@@ -27,6 +27,7 @@ from hasten.bench.process import ContenderError, Turns, run_child, take_turns
 from hasten.bench.report import Interruption, Limits
 from hasten.train.stop import Interrupted
 
+MEASURE = "hasten.bench.generation.measure"
 PROBE_NEW_TOKENS = 8
 JUDGED = 3
 """Answers of a contender that the judge reads: the cold one, a warm one and the last."""
@@ -60,6 +61,11 @@ class _Contest(NamedTuple):
     threads: int
     folder: Path
     screen: Screen
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """As many threads for one as for all."""
+        return {"OMP_NUM_THREADS": str(self.threads)}
 
 
 def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
@@ -215,7 +221,7 @@ def _run(contest: _Contest, name: str, title: str) -> Round:
         def seen(event: Mapping[str, Any]) -> None:
             bar.update(event.get("done", 0), f"first token after {event['seconds']:.2f} s")
 
-        text = run_child("hasten.bench.generation.measure", _spec(contest, name).dump(), contest.folder, seen)
+        text = run_child(MEASURE, _spec(contest, name).dump(), contest.folder, seen, contest.environment)
     measured = Round.model_validate_json(text)
     warm = measured.runs[-1]
     rate = (contest.settings.new_tokens - 1) / warm.decode_s
@@ -270,7 +276,7 @@ def _longest_context(contest: _Contest, names: list[str], screen: Screen) -> Lon
         with screen.bar(f"{name} with a context of {tokens} tokens", 1) as bar:
             bar.update(0, "reading the prompt")
             found = json.loads(
-                run_child("hasten.bench.generation.measure", spec.dump(), contest.folder, lambda event: None)
+                run_child(MEASURE, spec.dump(), contest.folder, lambda event: None, contest.environment)
             )
         peak = int(found["peak_rss_bytes"])
         screen.note(f"{name}: context of {tokens} tokens, peak {peak / 1e9:.3f} GB")
@@ -301,12 +307,13 @@ def _report(
             settings.prompt_tokens,
             settings.new_tokens,
             subject.prefill_flops(settings.prompt_tokens),
-            subject.weight_bytes(weights),
+            # What a contender holds is what it reads, but for a table of embeddings of its own.
+            (rounds[0].held_weight_bytes if subject.tied else None) or subject.weight_bytes(weights),
             subject.cache_bytes(weights, middle),
         )
         text = subject.tokenizer.decode(rounds[0].tokens[0])
         contenders[name] = compare.summarise(
-            CONTENDERS[name], weights, contest.notes.get(name), rounds, sizes, limit, text
+            CONTENDERS[name], weights, contest.notes.get(name) or rounds[0].note, rounds, sizes, limit, text
         )
     agreed = compare.agreements(contenders, judged)
     return GenerateReport(

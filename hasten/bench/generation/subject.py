@@ -36,6 +36,8 @@ class Subject(NamedTuple):
     gguf: str | None
     size: ModelSize
     head_parameters: int
+    tied: bool
+    """The output head is the table of embeddings."""
     layers: tuple[Layer, ...]
     context_tokens: int
     """The longest sequence that the model is made for."""
@@ -104,6 +106,7 @@ def open_subject(name: str, seed: int, folder: Path) -> Subject:
         gguf=gguf_file(name),
         size=model_size(model),
         head_parameters=0 if head is None else head.weight.numel(),
+        tied=head is not None and head.weight is model.get_input_embeddings().weight,
         layers=_layers(config),
         context_tokens=int(getattr(config, "max_position_embeddings", None) or 1 << 30),
         tokenizer=tokenizer,
