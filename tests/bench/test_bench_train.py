@@ -132,7 +132,7 @@ def test_contenders_take_turns_and_one_that_fails_is_left_out(
 ):
     ran: list[str] = []
 
-    def fake(spec: Spec, folder: Path, title: str, screen: Screen) -> report.Outcome:
+    def fake(spec: Spec, folder: Path, title: str, screen: Screen, environment: None) -> report.Outcome:
         assert Path(spec.blocks_file).is_file()
         ran.append(title)
         if spec.contender == "compile-bf16" and "round 2" in title:
