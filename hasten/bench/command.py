@@ -1,4 +1,4 @@
-"""The commands `demo`, `bench train` and `bench ops`. torch is imported when one runs, not for its help.
+"""The commands `demo` and `bench train|generate|serve|ops`. torch is imported when one runs, not for help.
 
 Exit codes: 0 done; 1 a contender failed, or another fault; 2 a mistake in what was asked for; 130 stopped by
 Ctrl-C, 143 by SIGTERM, with what was measured before it in the report.
@@ -14,19 +14,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hasten.base.errors import ConfigError
 from hasten.bench.contenders import CONTENDERS, DEFAULT, parse
+from hasten.bench.generation import names as generation
+from hasten.bench.serving import names as serving
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from hasten.base.screen import Screen
     from hasten.bench.report import BenchReport, Interruption
+    from hasten.bench.train import Settings
 
 bench = typer.Typer(
     name="bench",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure training or single operators against plain PyTorch.\n\n"
-    "Examples: [bold]hasten bench train --steps 10[/bold], [bold]hasten bench ops --op rms_norm[/bold]",
+    help="Measure training, generation, serving or single operators against the usual alternatives.\n\n"
+    "Examples: [bold]hasten bench train --steps 10[/bold], [bold]hasten bench generate --streams 1,8[/bold], "
+    "[bold]hasten bench ops --op rms_norm[/bold]",
 )
 
 _JSON = typer.Option(
@@ -85,12 +92,22 @@ def train(
     task: Annotated[
         str, typer.Option(help="clm: train a causal model; mlm: train a masked one; infer: forward alone.")
     ] = "clm",
+    levels: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated instruction levels, e.g. avx2,avx512: the whole bench at each of them, "
+            "torch limited as hasten is. Measures no table of choices."
+        ),
+    ] = None,
     no_tune: _NO_TUNE = False,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Train the same model on the same tokens with each contender, in turn and in separate processes.
 
-    Example: [bold]hasten bench train --contenders eager-bf16,hasten --rounds 3 --json report.json[/bold]
+    Examples: [bold]hasten bench train --contenders eager-bf16,hasten --rounds 3 --json report.json[/bold],
+    [bold]hasten bench train --levels avx2,avx512 --contenders eager-fp32,hasten-fp32[/bold],
+    [bold]hasten bench train --model bert-large-random --task infer --batch 8x128
+    --contenders eager-bf16,openvino-bf16,hasten[/bold]
     """
     names = parse(contenders)
     with _measuring() as screen:
@@ -102,10 +119,118 @@ def train(
         settings = Settings(
             model, batch, steps, rounds, names, data, learning_rate, seed, task=task, tune=not no_tune
         )
+        if levels is not None:
+            code = _train_levels(settings, levels, json, screen)
+            raise typer.Exit(code)
         report = bench_train(settings, screen)
         if json is not None and json != _STDOUT:
             reports.save(report, json)
     _show_train(report, print_json=json == _STDOUT)
+    raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
+
+
+@bench.command()
+def generate(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="smollm2-135m, a hub id, a folder, a GGUF file, tiny:FAMILY[:SETTING=N,...], random:FOLDER."
+        ),
+    ] = "smollm2-135m",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of each answer; end tokens are ignored.")
+    ] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Warm prompts of each process, after a cold one.")] = 2,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often the contenders take turns; medians over all.")
+    ] = 2,
+    streams: Annotated[
+        str, typer.Option(help="1, and how many prompts are also answered together, e.g. 1,8.")
+    ] = "1",
+    contenders: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated, in the order they run: {', '.join(generation.CONTENDERS)}."),
+    ] = ",".join(generation.DEFAULT),
+    data: Annotated[str, typer.Option(help="python-stdlib, or a file or folder of text.")] = "python-stdlib",
+    longest_context: Annotated[
+        bool,
+        typer.Option(
+            "--longest-context",
+            help="Also the longest context within the memory that the plain contender needs for 512 tokens.",
+        ),
+    ] = False,
+    json: Annotated[Path | None, _JSON] = None,
+) -> None:
+    """Continue the same prompts greedily with each contender, in turn and in separate processes.
+
+    Examples: [bold]hasten bench generate --streams 1,8 --json report.json[/bold],
+    [bold]hasten bench generate --contenders eager-bf16,hasten --longest-context[/bold]
+    """
+    names = parse(contenders, generation.CONTENDERS)
+    counts = _numbers("streams", streams)
+    with _measuring() as screen:
+        from hasten.bench import report as reports
+        from hasten.bench.generation import report as generated
+        from hasten.bench.generation import table
+        from hasten.bench.generation.run import Settings, bench_generate
+
+        if json is not None and json != _STDOUT:
+            reports.check_writable(json)
+        settings = Settings(
+            model,
+            prompt_tokens,
+            new_tokens,
+            repeats,
+            rounds,
+            counts,
+            names,
+            data,
+            longest_context=longest_context,
+        )
+        report = bench_generate(settings, screen)
+        if json is not None and json != _STDOUT:
+            generated.save(report, json)
+    _show(generated.dump(report) if json == _STDOUT else table.render(report))
+    raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
+
+
+@bench.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m, a hub id, a folder, a GGUF file, tiny:FAMILY, random:FOLDER.")
+    ] = "smollm2-135m",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    concurrency: Annotated[
+        str, typer.Option(help="Comma-separated numbers of clients that ask at once.")
+    ] = "1,4,16",
+    requests_per_client: Annotated[int, typer.Option(min=1, help="Requests of each client.")] = 2,
+    contenders: Annotated[
+        str, typer.Option(help=f"Comma-separated, in the order they run: {', '.join(serving.CONTENDERS)}.")
+    ] = ",".join(serving.DEFAULT),
+    data: Annotated[str, typer.Option(help="python-stdlib, or a file or folder of text.")] = "python-stdlib",
+    json: Annotated[Path | None, _JSON] = None,
+) -> None:
+    """Put servers under the same load over HTTP: tokens/s, time to the first token, time between tokens.
+
+    Example: [bold]hasten bench serve --concurrency 1,4,16 --json serve.json[/bold]
+    """
+    names = parse(contenders, serving.CONTENDERS)
+    clients = _numbers("concurrency", concurrency)
+    with _measuring() as screen:
+        from hasten.bench import report as reports
+        from hasten.bench.generation.report import dump, save
+        from hasten.bench.serving import table
+        from hasten.bench.serving.run import Settings, bench_serve
+
+        if json is not None and json != _STDOUT:
+            reports.check_writable(json)
+        settings = Settings(model, prompt_tokens, new_tokens, clients, requests_per_client, names, data)
+        report = bench_serve(settings, screen)
+        if json is not None and json != _STDOUT:
+            save(report, json)
+    _show(dump(report) if json == _STDOUT else table.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
 
@@ -133,12 +258,7 @@ def ops(
         report = operators.bench_ops(op, case, seconds, screen, every=every, tune=not no_tune)
         if json is not None and json != _STDOUT:
             operators.save(report, json)
-    if json == _STDOUT:
-        typer.echo(operators.dump(report), nl=False)
-    else:
-        from rich.console import Console
-
-        Console().print(operators.render(report))
+    _show(operators.dump(report) if json == _STDOUT else operators.render(report))
     raise typer.Exit(_exit_code(report.interrupted, failed=False))
 
 
@@ -163,13 +283,50 @@ def _exit_code(interrupted: Interruption | None, failed: bool) -> int:
     return 1 if failed else 0
 
 
-def _show_train(report: BenchReport, *, print_json: bool) -> None:
+def _show(what: str | RenderableType) -> None:
+    """A report's JSON as it is, or its table."""
+    if isinstance(what, str):
+        typer.echo(what, nl=False)
+        return
     from rich.console import Console
 
+    Console().print(what)
+
+
+def _show_train(report: BenchReport, *, print_json: bool) -> None:
     from hasten.bench import report as reports
     from hasten.bench import table
 
-    if print_json:
-        typer.echo(reports.dump(report), nl=False)
+    _show(reports.dump(report) if print_json else table.render(report))
+
+
+def _train_levels(settings: Settings, names: str, json: Path | None, screen: Screen) -> int:
+    """The bench at each level, shown and written; the exit code."""
+    from hasten.base.facts import detect
+    from hasten.bench import levels, table
+    from hasten.bench.train import bench_levels
+
+    report = bench_levels(settings, levels.parse_levels(names, detect()), screen)
+    if json is not None and json != _STDOUT:
+        levels.save(report, json)
+    if json == _STDOUT:
+        _show(levels.dump(report))
     else:
-        Console().print(table.render(report))
+        for entry in report.reports.values():
+            _show(table.render(entry))
+    last = list(report.reports.values())[-1]
+    return _exit_code(last.interrupted, any(entry.failed for entry in report.reports.values()))
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """`"1,8"` as numbers.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"{name} = {text!r}: give whole numbers with commas between them, e.g. 1,8"
+        ) from None

@@ -67,16 +67,25 @@ def flops_per_step(size: ModelSize, tokens: int, visible_keys: float, task: str 
 
 
 def summarise(
-    kind: Kind, bf16: bool, rounds: Sequence[Round], tokens: int, flops: float, limits: Limits
+    kind: Kind,
+    bf16: bool,
+    rounds: Sequence[Round],
+    tokens: int,
+    flops: float,
+    limits: Limits,
+    bf16_reason: str = "this processor has no bf16 in hardware",
 ) -> Contender:
-    """The contender's entry of the report from its rounds (at least one)."""
+    """The contender's entry of the report from its rounds (at least one).
+
+    `bf16_reason`: why a contender that wants bf16 did not get it.
+    """
     dtype = "bfloat16" if kind.wants_bf16 and bf16 else "float32"
     counted = [seconds for entry in rounds for seconds in (entry.steps_s[1:] or entry.steps_s)]
     step_s = statistics.median(counted)
     return Contender(
         description=kind.description,
         dtype=dtype,
-        note=None if bf16 or not kind.wants_bf16 else "fp32: this processor has no bf16 in hardware",
+        note=None if bf16 or not kind.wants_bf16 else f"fp32: {bf16_reason}",
         step_s=step_s,
         open_s=statistics.median(entry.open_s for entry in rounds),
         first_forward_s=rounds[0].first_forward_s,

@@ -1,7 +1,7 @@
 """One contender in one process: `python -m hasten.bench.contender SPEC.json OUT.json [--end-with-parent]`.
 
 Opens the model, takes the steps, continues the prompt, writes what it measured to OUT.json. On standard
-output it sends one line of JSON for each thing that happened (see `contenders.EVENT`), for a progress bar.
+output it sends one line of JSON for each thing that happened (see `child.EVENT`), for a progress bar.
 With the flag it ends as soon as its standard input is closed (see `hasten.bench.child`).
 
 Every contender does what a user would write. Training is
@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from hasten.base.errors import HastenError
-from hasten.bench.child import END_WITH_PARENT, end_with_parent
-from hasten.bench.contenders import CONTENDERS, EVENT, Kind, Spec
+from hasten.bench.child import Emit, work
+from hasten.bench.contenders import CONTENDERS, Kind, Spec
+from hasten.bench.memory import peak_resident_bytes, resident_bytes
+from hasten.bench.openvino_model import openvino_forward
 from hasten.bench.report import Outcome, Round
 from hasten.bench.tasks import probe_loss
 from hasten.bench.workload import model_size, open_workload_model
-
-Emit = Callable[..., None]
 
 
 def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
@@ -55,7 +52,9 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     size = model_size(model)
     infer = spec.task == "infer"
     if infer:
-        model = model.base_model.to(torch.bfloat16 if kind.wants_bf16 and spec.bf16 else torch.float32)
+        # OpenVINO converts from fp32 and rounds itself.
+        in_bf16 = kind.wants_bf16 and spec.bf16 and kind.engine != "openvino"
+        model = model.base_model.to(torch.bfloat16 if in_bf16 else torch.float32)
     model.train(not infer)
     with np.load(spec.blocks_file) as blocks:
         columns = {name: torch.from_numpy(blocks[name]) for name in blocks.files}
@@ -72,7 +71,12 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     peak_first, first_forward_s = 0, 0.0
     begin = time.perf_counter()
     # The price of preparing the model belongs to the first step.
-    forward, optimizer = _prepare(model, kind, spec)
+    optimizer: Any = None
+    if kind.engine == "openvino":
+        shape = (spec.batch, columns["input_ids"].shape[1])
+        forward = openvino_forward(model, settings, shape, spec.bf16)
+    else:
+        forward, optimizer = _prepare(model, kind, spec)
     for step in range(spec.steps):
         rows = slice(step * spec.batch, (step + 1) * spec.batch)
         batch = {name: values[rows] for name, values in columns.items()}
@@ -116,7 +120,7 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
     return Outcome(round=measured, size=size)
 
 
-def _prepare(model: Any, kind: Kind, spec: Spec) -> tuple[Callable[..., Any], torch.optim.Optimizer]:
+def _prepare(model: Any, kind: Kind, spec: Spec) -> tuple[Callable[..., Any], Any]:
     if kind.engine == "compile":
         return torch.compile(model), torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
     if kind.engine == "hasten":
@@ -149,52 +153,9 @@ def _continue(model: Any, tokenizer: Any, kind: Kind, spec: Spec) -> str:
     return text
 
 
-def peak_resident_bytes() -> int:
-    """High-water mark of this process's resident memory.
-
-    On Linux from VmHWM: `ru_maxrss` there starts at what the parent had when it forked.
-    """
-    value = _status("VmHWM")
-    if value is not None:
-        return value
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def _status(field: str) -> int | None:
-    file = Path("/proc/self/status")
-    if not file.exists():
-        return None
-    for line in file.read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _emit_line(**event: Any) -> None:
-    print(json.dumps({EVENT: event}), flush=True)
-
-
 def main(arguments: list[str]) -> int:
-    """Entry point; a failure that hasten raises on purpose is one event, any other a traceback."""
-    if END_WITH_PARENT in arguments[2:]:
-        end_with_parent()
-    spec = Spec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    try:
-        result = run(spec, _emit_line)
-    except HastenError as error:
-        _emit_line(event="failed", message=str(error))
-        return 1
-    # Read by the bench after this process has ended well, and gone with its temporary folder.
-    Path(arguments[1]).write_text(result.model_dump_json(), encoding="utf-8")
-    return 0
+    """Entry point; see `child.work`."""
+    return work(arguments, lambda text, emit: run(Spec.model_validate_json(text), emit).model_dump_json())
 
 
 if __name__ == "__main__":

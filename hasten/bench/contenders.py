@@ -5,6 +5,7 @@ Imports no torch: the command line reads it for its help and to refuse a name th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -17,10 +18,11 @@ class Kind(NamedTuple):
 
     description: str
     engine: str
-    """`eager`, `compile` (Inductor) or `hasten`."""
+    """`eager`, `compile` (Inductor), `hasten` or `openvino`."""
     wants_bf16: bool
     buffer_reuse: bool = False
     """The C library is told to keep freed blocks (`base/allocator.py`)."""
+    tasks: tuple[str, ...] = ("clm", "mlm", "infer")
 
 
 CONTENDERS: dict[str, Kind] = {
@@ -30,14 +32,14 @@ CONTENDERS: dict[str, Kind] = {
     "compile-bf16": Kind("torch.compile (Inductor) under autocast to bf16", "compile", True),
     "hasten": Kind("hasten.optimize and hasten's AdamW under autocast to bf16", "hasten", True),
     "hasten-fp32": Kind("hasten.optimize and hasten's AdamW in fp32", "hasten", False),
+    "openvino-bf16": Kind(
+        "the same torch model through openvino.convert_model, in bf16", "openvino", True, tasks=("infer",)
+    ),
 }
 
 DEFAULT = ("eager-fp32", "eager-bf16", "eager-bf16-malloc", "compile-bf16", "hasten", "hasten-fp32")
 BASES = ("eager-bf16", "eager-bf16-malloc")
 """What ratios are taken against; `eager-fp32` for the contenders in fp32."""
-
-EVENT = "hasten-bench-event"
-"""Key that marks a line of the contender's standard output as a message to whoever started it."""
 
 
 class Spec(BaseModel):
@@ -62,20 +64,23 @@ class Spec(BaseModel):
     new_tokens: int = 40
 
 
-def parse(names: str | None) -> tuple[str, ...]:
-    """`"eager-bf16,hasten"` as a tuple in the given order; None gives `DEFAULT`.
+def parse(
+    names: str | None, known: Iterable[str] = CONTENDERS, default: tuple[str, ...] = DEFAULT
+) -> tuple[str, ...]:
+    """`"eager-bf16,hasten"` as a tuple in the given order; None gives `default`.
 
     Raises:
-        ConfigError: an unknown or repeated name, or none at all.
+        ConfigError: a name that is not in `known`, a repeated one, or none at all.
     """
     if names is None:
-        return DEFAULT
+        return default
+    known = tuple(known)
     given = tuple(name.strip() for name in names.split(",") if name.strip())
     if not given:
-        raise ConfigError(f"contenders = {names!r}: name at least one; {nearest(names, CONTENDERS)}")
+        raise ConfigError(f"contenders = {names!r}: name at least one; {nearest(names, known)}")
     for name in given:
-        if name not in CONTENDERS:
-            raise ConfigError(f"unknown contender {name!r}; {nearest(name, CONTENDERS)}")
+        if name not in known:
+            raise ConfigError(f"unknown contender {name!r}; {nearest(name, known)}")
         if given.count(name) > 1:
             raise ConfigError(
                 f"contender {name!r} is named {given.count(name)} times in {names!r}; name it once"

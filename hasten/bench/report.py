@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hasten.base.errors import InputError
 from hasten.base.files import make_folder, write_atomically
 
-SCHEMA = "hasten.bench.train/2"
+SCHEMA = "hasten.bench.train/3"
 
 
 class _Frozen(BaseModel):
@@ -162,16 +162,20 @@ class Interruption(_Frozen):
 class BenchReport(_Frozen):
     """The whole report. `extra="forbid"`: a reader of another version fails loudly."""
 
-    schema_name: Literal["hasten.bench.train/2"] = Field(default="hasten.bench.train/2", alias="schema")
+    schema_name: Literal["hasten.bench.train/3"] = Field(default="hasten.bench.train/3", alias="schema")
     date: str
     command: str
     machine: dict[str, Any]
     versions: dict[str, str]
+    level: str | None
+    """The instruction level that hasten and torch were limited to; null: the machine's own."""
     workload: Workload
     limits: Limits
     contenders: dict[str, Contender]
     failed: dict[str, str]
     """Contenders that did not finish, with the reason."""
+    skipped: dict[str, str]
+    """Contenders that were not started, with the reason."""
     interrupted: Interruption | None
     """Null if the bench ran to its end. Otherwise contenders may have fewer rounds than `workload` says."""
     ratios: dict[str, dict[str, Ratio]]

@@ -45,6 +45,7 @@ def render(report: BenchReport) -> RenderableType:
         table.add_row(row.name, *row.cells)
     parts: list[RenderableType] = [table, _losses(report)]
     parts += [Text(f"{name} failed: {reason}", style="red") for name, reason in report.failed.items()]
+    parts += [Text(f"{name} was left out: {reason}") for name, reason in report.skipped.items()]
     parts += [Text(line) for line in _lines(report)]
     for name, contender in report.contenders.items():
         if contender.text is not None:
@@ -71,8 +72,8 @@ def headline(report: BenchReport) -> str:
     size = f"{work.size.parameters / 1e6:,.1f} M parameters"
     return (
         f"{work.model} ({size}), {work.batch} x {work.sequence_tokens} tokens of {work.data}, "
-        f"{work.steps} steps, on {machine.get('processor', 'unknown')} with {report.limits.threads} threads, "
-        f"{report.date[:10]}"
+        f"{work.steps} steps, on {machine.get('processor', 'unknown')} with {report.limits.threads} threads"
+        f"{f' limited to {report.level}' if report.level else ''}, {report.date[:10]}"
     )
 
 

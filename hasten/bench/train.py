@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 import platform
 import shlex
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hasten
 from hasten.base.config import make_config
-from hasten.base.errors import ConfigError, HastenError
+from hasten.base.errors import ConfigError
 from hasten.base.facts import Facts, detect
 from hasten.base.screen import Bar, Screen
-from hasten.bench import compare, limits, report
-from hasten.bench.child import child
-from hasten.bench.contenders import CONTENDERS, DEFAULT, EVENT, Spec
+from hasten.bench import compare, levels, limits, report
+from hasten.bench.contenders import CONTENDERS, DEFAULT, Spec
+from hasten.bench.process import ContenderError, run_child, take_turns
 from hasten.bench.tasks import check_task
 from hasten.bench.workload import is_masked, make_blocks, parse_batch, save_blocks
-from hasten.train.stop import Interrupted
 from hasten.train.tuning import tune_once
 
+__all__ = ["ContenderError", "Settings", "bench_train", "run_contender"]
+
 PACKAGES = ("torch", "transformers", "numpy")
-LAST_LINES = 15
+OPTIONAL_PACKAGES = ("openvino", "llama-cpp-python")
 
 
 class Settings(NamedTuple):
@@ -46,18 +48,14 @@ class Settings(NamedTuple):
     task: str = "clm"
     tune: bool = False
     """Measure which native kernels lose to torch, if this machine has no table of that yet."""
-
-
-class ContenderError(HastenError):
-    """A contender's process did not hand back a result; carries the reason that the report prints."""
+    level: str | None = None
+    """The instruction level that hasten and torch are limited to; see `hasten.bench.levels`."""
 
 
 def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     """Measures the limits, then runs every contender in every round, and puts the report together.
 
-    With several rounds the contenders take turns (A B C A B C), so that a machine that slows down slows all.
-    A contender that fails is named in `failed` and does not stop the others. A signal that arrives after a
-    contender finished (see `StopSignals`) ends the bench, and the report holds what finished before it.
+    The contenders take turns as `take_turns` says. One whose package is missing is named in `skipped`.
 
     Raises:
         UserError: a setting, the model or the text is not usable; found before anything is measured.
@@ -66,25 +64,33 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     """
     batch, sequence_tokens = parse_batch(settings.batch)
     check_model_and_task(settings.model, settings.task)
+    names, skipped = _present(settings)
     if any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):
         make_config()  # A wrong HASTEN_* variable is found here and not by each contender.
     facts = detect()
-    bf16 = facts.default_dtype().value == "bf16"
+    bf16, bf16_reason = levels.has_bf16(settings.level, facts)
     before = machine(facts)
+    for name, reason in skipped.items():
+        screen.warn(f"{name} is left out: {reason}")
     blocks = make_blocks(
         settings.model, settings.data, settings.steps, batch, sequence_tokens, settings.seed, screen
     )
     if not bf16:
-        screen.note(f"every contender runs in fp32: {facts.default_dtype().source}")
+        screen.note(f"every contender runs in fp32: {bf16_reason}")
     if settings.tune and any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):
         tune_once(screen)
     limit = measure_limits(bf16, screen)
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as folder_name:
         folder = Path(folder_name)
         save_blocks(blocks, folder / "blocks.npz", settings.task)
-        outcomes, failed, interruption = _rounds(settings, batch, bf16, folder, screen)
-    if not outcomes:
-        raise HastenError(f"no contender finished: {', '.join(failed)} failed as said above")
+        environment = levels.environment(settings.level) if settings.level else None
+
+        def run(name: str, number: int, title: str) -> report.Outcome:
+            return run_contender(
+                _spec(settings, name, batch, bf16, folder), folder, title, screen, environment
+            )
+
+        outcomes, failed, interruption = take_turns(names, settings.rounds, run, screen)
 
     size = next(iter(outcomes.values()))[0].size
     tokens = batch * sequence_tokens
@@ -93,7 +99,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     flops = compare.flops_per_step(size, tokens, keys, settings.task)
     contenders = {
         name: compare.summarise(
-            CONTENDERS[name], bf16, [outcome.round for outcome in found], tokens, flops, limit
+            CONTENDERS[name], bf16, [outcome.round for outcome in found], tokens, flops, limit, bf16_reason
         )
         for name, found in outcomes.items()
     }
@@ -103,6 +109,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         command=shlex.join(["hasten", *sys.argv[1:]]),
         machine=before,
         versions=versions(),
+        level=settings.level,
         workload=report.Workload(
             model=settings.model,
             task=settings.task,
@@ -123,6 +130,7 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
         limits=limit,
         contenders=contenders,
         failed=failed,
+        skipped=skipped,
         interrupted=interruption,
         ratios=compare.ratios(contenders, agreed),
         agree=all(entry.agree for entry in agreed) if agreed else None,
@@ -142,72 +150,83 @@ def check_model_and_task(model: str, task: str) -> None:
         raise ConfigError(f"task = {task!r}: {model} is {kind} language model; allowed: {fits}")
 
 
-def _rounds(
-    settings: Settings, batch: int, bf16: bool, folder: Path, screen: Screen
-) -> tuple[dict[str, list[report.Outcome]], dict[str, str], report.Interruption | None]:
-    outcomes: dict[str, list[report.Outcome]] = {}
-    failed: dict[str, str] = {}
-    for number in range(settings.rounds):
-        for name in settings.contenders:
-            if name in failed:
-                continue
-            spec = Spec(
-                contender=name,
-                model=settings.model,
-                task=settings.task,
-                blocks_file=str(folder / "blocks.npz"),
-                batch=batch,
-                steps=settings.steps,
-                learning_rate=settings.learning_rate,
-                seed=settings.seed,
-                bf16=bf16,
-                prompt=settings.prompt,
-                new_tokens=settings.new_tokens,
+def _present(settings: Settings) -> tuple[list[str], dict[str, str]]:
+    """(contenders that can run, reason by the name of those that cannot).
+
+    Raises:
+        ConfigError: a contender that does not do the task, or none that can run.
+    """
+    skipped = {}
+    for name in settings.contenders:
+        kind = CONTENDERS[name]
+        if settings.task not in kind.tasks:
+            raise ConfigError(
+                f"contender {name!r} does not do task {settings.task!r}; allowed for it: "
+                f"{', '.join(kind.tasks)}"
             )
-            title = name if settings.rounds == 1 else f"{name} (round {number + 1} of {settings.rounds})"
-            try:
-                outcome = run_contender(spec, folder, title, screen)
-                outcomes.setdefault(name, []).append(outcome)
-            except ContenderError as failure:
-                # One round that failed makes the contender's median meaningless.
-                outcomes.pop(name, None)
-                failed[name] = str(failure)
-                screen.warn(f"{name} failed: {failure}")
-            except Interrupted as stopped:
-                if not any(outcomes.values()):
-                    raise
-                return outcomes, failed, report.Interruption(signal=str(stopped), during=title)
-    return outcomes, failed, None
+        if kind.engine == "openvino" and find_spec("openvino") is None:
+            skipped[name] = "the package openvino is missing: pip install 'hasten[bench]'"
+        elif kind.engine == "openvino" and settings.level is not None:
+            skipped[name] = "it cannot be limited to an instruction level"
+    names = [name for name in settings.contenders if name not in skipped]
+    if not names:
+        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
+    return names, skipped
 
 
-def run_contender(spec: Spec, folder: Path, title: str, screen: Screen) -> report.Outcome:
+def _spec(settings: Settings, name: str, batch: int, bf16: bool, folder: Path) -> Spec:
+    return Spec(
+        contender=name,
+        model=settings.model,
+        task=settings.task,
+        blocks_file=str(folder / "blocks.npz"),
+        batch=batch,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        seed=settings.seed,
+        bf16=bf16,
+        prompt=settings.prompt,
+        new_tokens=settings.new_tokens,
+    )
+
+
+def bench_levels(settings: Settings, names: Sequence[str], screen: Screen) -> levels.LevelsReport:
+    """`bench_train` at each of the levels, one after the other; a signal ends it after the level it hit.
+
+    Raises: as `bench_train`.
+    """
+    reports: dict[str, report.BenchReport] = {}
+    for name in names:
+        screen.note(f"level {name}")
+        # A table of choices belongs to one level, and measuring one here would measure this process's.
+        reports[name] = bench_train(settings._replace(level=name, tune=False), screen)
+        if reports[name].interrupted is not None:
+            break
+    return levels.LevelsReport(
+        environment={name: levels.environment(name) for name in reports}, reports=reports
+    )
+
+
+def run_contender(
+    spec: Spec, folder: Path, title: str, screen: Screen, environment: Mapping[str, str] | None = None
+) -> report.Outcome:
     """Runs one contender in a process of its own and waits for it, with a progress bar.
+
+    `environment`: variables that are set for it alone.
 
     Raises:
         ContenderError: the process ended without a result; the message is its own, or its last lines.
     """
-    spec_file, out_file, log_file = (folder / name for name in ("spec.json", "out.json", "stderr.txt"))
-    spec_file.write_text(spec.model_dump_json(), encoding="utf-8")
-    out_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "hasten.bench.contender", str(spec_file), str(out_file)]
-    # Inductor's cache starts empty in each bench: its first step is then a cold one, as for the others.
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PYTHONUNBUFFERED": "1"}
-    message = None
-    with (
-        log_file.open("w", encoding="utf-8") as log,
-        screen.bar(title, spec.steps) as bar,
-        child(command, log, environment) as process,
-    ):
+    with screen.bar(title, spec.steps) as bar:
         bar.update(0, "opening the model")
-        for line in process.stdout or ():
-            event = _event(line)
-            if event.get("event") == "failed":
-                message = str(event["message"])
-            _show(bar, event, spec.steps)
-    if process.returncode != 0 or not out_file.exists():
-        tail = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
-        raise ContenderError(message or "\n".join([f"its process ended with {process.returncode}", *tail]))
-    outcome = report.Outcome.model_validate_json(out_file.read_text(encoding="utf-8"))
+        text = run_child(
+            "hasten.bench.contender",
+            spec.model_dump_json(),
+            folder,
+            lambda event: _show(bar, event, spec.steps),
+            environment,
+        )
+    outcome = report.Outcome.model_validate_json(text)
     seconds = outcome.round.steps_s
     screen.note(
         f"{title}: first step {seconds[0]:.1f} s, then {min(seconds[1:] or seconds):.2f} to "
@@ -215,17 +234,6 @@ def run_contender(spec: Spec, folder: Path, title: str, screen: Screen) -> repor
         f"{outcome.round.losses[-1]:.4f}, peak {outcome.round.peak_rss_bytes / 1e9:.2f} GB"
     )
     return outcome
-
-
-def _event(line: str) -> dict[str, Any]:
-    """The event in a line of a contender's output; {} for anything else that was printed there."""
-    if not line.startswith("{"):
-        return {}
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    return dict(value.get(EVENT, {})) if isinstance(value, dict) else {}
 
 
 def _show(bar: Bar, event: dict[str, Any], steps: int) -> None:
@@ -275,4 +283,8 @@ def machine(facts: Facts) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the numbers."""
     found = {"hasten": hasten.__version__, "python": platform.python_version()}
-    return found | {name: metadata.version(name) for name in PACKAGES}
+    found |= {name: metadata.version(name) for name in PACKAGES}
+    for name in OPTIONAL_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -78,12 +78,11 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise InputError("the prompt is empty; give some text")
+    from hasten.base.screen import Screen
     from hasten.serve.engine import EngineSettings
+    from hasten.serve.open import checked, open_engine
     from hasten.serve.sampling import SamplingParams
     from hasten.serve.stream import Request
-
-    from hasten.base.screen import Screen
-    from hasten.serve.open import checked, open_engine
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from hasten.ops.panels import Panels
 from torch import Tensor
 
+from hasten.ops.panels import Panels
 from hasten.serve.fuse import fuse
 from hasten.serve.program import OPCODES, Instruction, Program, Ref, Root
 

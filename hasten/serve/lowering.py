@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hasten.serve.weights import Weight
 from torch import Tensor, fx
 
 from hasten.base.errors import CaptureError
@@ -21,6 +20,7 @@ from hasten.graph.nodes import aten, full_args, getitem, is_call, shape_of
 from hasten.graph.whole import Whole
 from hasten.serve.evaluate import Evaluator
 from hasten.serve.program import BINARY, KINDS, Instruction, Layer, MatrixUse, Program, Ref, Root
+from hasten.serve.weights import Weight
 
 _hops = torch.ops.hasten
 # A score below this has weight zero beside any other.

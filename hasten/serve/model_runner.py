@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from hasten.serve.runner import BLOCK_TOKENS, Group, Step
 
 _KEPT_CACHES = 8

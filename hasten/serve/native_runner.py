@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from hasten.serve.runner import Group, Step
 
 from hasten.serve.link import Linked
+from hasten.serve.runner import Group, Step
 
 
 class NativeRunner:

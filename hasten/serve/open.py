@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hasten.base.errors import CaptureError, ConfigError, nearest
+from hasten.base.facts import detect
+from hasten.base.screen import Screen
 from hasten.serve.engine import Engine, EngineSettings
 from hasten.serve.runner import BLOCK_TOKENS, Runner
 from hasten.serve.store import Store, Stored, store_key
 from hasten.serve.words import Words, words_of
-
-from hasten.base.errors import CaptureError, ConfigError, nearest
-from hasten.base.facts import detect
-from hasten.base.screen import Screen
 
 DENSE = ("float32", "bfloat16")
 BUDGETS = ("int8", "int4")
@@ -129,9 +128,8 @@ def open_engine(
 
 def _locate(model: str | Path) -> tuple[Any, str]:
     """The model's place and the fingerprint of its files; empty for one on the hub that is not here yet."""
-    from hasten.serve.fingerprint import model_fingerprint
-
     from hasten.models.open import locate
+    from hasten.serve.fingerprint import model_fingerprint
 
     place = locate(model)
     return (model, "") if place is None else (place, model_fingerprint(place))
@@ -141,10 +139,9 @@ def _make(
     path: Any, weights: str, context_tokens: int | None, screen: Screen, step_tokens: int
 ) -> Stored | Served:
     """A new program with its weights, or the ordinary model where it cannot be lowered."""
-    from hasten.serve.weights import open_source
-
     from hasten.graph.whole import capture_whole
     from hasten.serve.lowering import lower
+    from hasten.serve.weights import open_source
 
     with screen.bar("opening", 1):
         source = open_source(path)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hasten.serve.weights import Weight
 from torch import Tensor
+
+from hasten.serve.weights import Weight
 
 OPCODES = (
     "embed", "norm", "prepare", "linear", "rotary", "store", "attend", "merge", "binary", "unary", "gated",

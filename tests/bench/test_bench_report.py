@@ -47,6 +47,7 @@ def example() -> report.BenchReport:
         command="hasten demo",
         machine={"processor": "Example 1"},
         versions={"python": "3.11"},
+        level=None,
         workload=report.Workload(
             model="smollm2-135m",
             task="clm",
@@ -67,6 +68,7 @@ def example() -> report.BenchReport:
         limits=limits,
         contenders=contenders,
         failed={},
+        skipped={},
         interrupted=None,
         ratios=compare.ratios(contenders, agreed),
         agree=True,
@@ -92,8 +94,8 @@ def test_what_is_written_is_what_is_read(example: report.BenchReport, tmp_path: 
     [
         ("{", "not a report"),
         ("{}", "not a report of schema"),
-        ('{"schema": "hasten.bench.train/1"}', r"schema hasten\.bench\.train/2: schema"),
-        ('{"schema": "hasten.bench.train/3"}', r"schema hasten\.bench\.train/2: schema"),
+        ('{"schema": "hasten.bench.train/2"}', r"schema hasten\.bench\.train/3: schema"),
+        ('{"schema": "hasten.bench.train/4"}', r"schema hasten\.bench\.train/3: schema"),
     ],
 )
 def test_a_file_of_another_form_is_refused(text: str, message: str, tmp_path: Path):

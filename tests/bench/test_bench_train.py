@@ -41,18 +41,6 @@ OUTCOME = report.Outcome(
 )
 
 
-@pytest.fixture
-def fast_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the measurement, which `test_bench_limits.py` covers."""
-    limits = report.Limits(
-        gemm_flops_per_s=4e11,
-        gemm_flops_per_s_by_dtype={"float32": 1e11, "bfloat16": 4e11},
-        read_bytes_per_s=1e10,
-        threads=1,
-    )
-    monkeypatch.setattr(train, "measure_limits", lambda bf16, screen: limits)
-
-
 def _hasten(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hasten", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -144,7 +132,7 @@ def test_contenders_take_turns_and_one_that_fails_is_left_out(
 ):
     ran: list[str] = []
 
-    def fake(spec: Spec, folder: Path, title: str, screen: Screen) -> report.Outcome:
+    def fake(spec: Spec, folder: Path, title: str, screen: Screen, environment: None) -> report.Outcome:
         assert Path(spec.blocks_file).is_file()
         ran.append(title)
         if spec.contender == "compile-bf16" and "round 2" in title:
@@ -189,3 +177,22 @@ def test_where_nothing_finished_there_is_no_report(monkeypatch: pytest.MonkeyPat
         train.bench_train(
             train.Settings(model="tiny:llama", batch="1x16", steps=1, contenders=("eager-fp32",)), QUIET
         )
+
+
+def test_a_contender_without_its_package_is_left_out(monkeypatch: pytest.MonkeyPatch, fast_limits: None):
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    monkeypatch.setattr(train, "run_contender", lambda *arguments: OUTCOME)
+    names = ("eager-bf16", "openvino-bf16")
+    settings = train.Settings("tiny:bert", "1x16", 2, contenders=names, task="infer")
+    result = train.bench_train(settings, QUIET)
+    assert list(result.contenders) == ["eager-bf16"]
+    assert "pip install 'hasten[bench]'" in result.skipped["openvino-bf16"]
+    assert result.failed == {}
+    with pytest.raises(ConfigError, match="the package openvino is missing"):
+        train.bench_train(settings._replace(contenders=("openvino-bf16",)), QUIET)
+
+
+def test_a_contender_for_another_task_is_refused():
+    settings = train.Settings("tiny:llama", "1x16", 2, contenders=("eager-bf16", "openvino-bf16"))
+    with pytest.raises(ConfigError, match="'openvino-bf16' does not do task 'clm'; allowed for it: infer"):
+        train.bench_train(settings, QUIET)

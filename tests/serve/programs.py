@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from hasten.ops.panels import FLOAT32, Format, Panels
-from hasten.serve.runner import Step
-from hasten.serve.weights import ModelSource
 
 from hasten.graph.whole import capture_whole
+from hasten.ops.panels import FLOAT32, Format, Panels
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.lowering import lower
 from hasten.serve.native_runner import NativeRunner
 from hasten.serve.program import Program
+from hasten.serve.runner import Step
+from hasten.serve.weights import ModelSource
 
 CONTEXT = 256
 
