@@ -33,8 +33,13 @@ _COMMANDS = {
         "hasten.serve.generate",
         "generate",
     ),
+    "serve": _Entry(
+        "Serve a model behind the OpenAI API, with a chat page.", "hasten.serve.command", "serve"
+    ),
     "bench": _Entry(
-        "Measure training or single operators against plain PyTorch.", "hasten.bench.command", "bench"
+        "Measure training, generation, serving or single operators against the peers.",
+        "hasten.bench.command",
+        "bench",
     ),
     "doctor": _Entry("What this machine has, and why a model is not faster.", "hasten.__main__", "_doctor"),
 }
