@@ -73,8 +73,13 @@ HASTEN_BF16_TARGET inline void gemm_panel(int64_t M, int64_t K, const uint32_t* 
     int64_t m = 0;
     for (; m + 6 <= M; m += 6)
         gemm_block<Unit, 6, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
-    for (; m + 2 <= M; m += 2)
-        gemm_block<Unit, 2, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
+    // What is left in as few passes over B as can be: a tile of a decoder has 3 or 4 rows.
+    if (m + 4 <= M) {
+        gemm_block<Unit, 4, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
+        m += 4;
+    }
+    if (m + 3 == M) return gemm_block<Unit, 3, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
+    if (m + 2 == M) return gemm_block<Unit, 2, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
     if (m < M) gemm_block<Unit, 1, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
 }
 

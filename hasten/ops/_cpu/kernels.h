@@ -147,8 +147,8 @@ struct Kernels {
                         void* scratch);
     int64_t (*program_attention_units)(const Program&, const Step&, const Instruction&);
     int64_t (*program_attention_scratch)(const Program&, const Step&, const Instruction&);
-    void (*program_attention_run)(const Program&, const Step&, const Instruction&, int64_t first, int64_t count,
-                                  void* scratch);
+    void (*program_attention_run)(const Program&, const Step&, const Instruction&, int64_t first,
+                                  int64_t count, void* scratch);
     // Products with panels: how rows of x are prepared, bytes of all prepared rows and of one thread's
     // scratch, rows to prepare, panels to multiply when all rows are; one row of the matrix as K floats.
     PanelForm (*panel_form)(const PanelProduct&);

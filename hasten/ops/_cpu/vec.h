@@ -227,17 +227,33 @@ inline VF maximum(VF a, VF b) {
     return a > b ? a : b;
 }
 
+// The sum of the halves, then of their halves, and so on: the same order at every level.
 inline float sum(VF v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float s[W];
     store(s, v);
     for (int step = W / 2; step; step /= 2)
         for (int i = 0; i < step; i++) s[i] += s[i + step];
     return s[0];
+#endif
 }
 inline float max_of(VF v) {
     float m = v[0];
     for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
     return m;
+}
+// The largest lane, NaN if there is one.
+inline float max_or_nan(VF v) {
+#if defined(__AVX512F__)
+    if (_mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q)) return __builtin_nanf("");
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float m = v[0];
+    for (int i = 1; i < W; i++) m = v[i] > m || v[i] != v[i] ? v[i] : m;
+    return m;
+#endif
 }
 
 // e^x to 2 units in the last place: 2^n p(r) with r = x - n log 2 and Cephes' polynomial of degree 6.

@@ -66,8 +66,8 @@ int64_t parts_of(int64_t units, int64_t threads, int64_t longest) {
     return std::min(parts, most);
 }
 
-// Tiles in an order in which threads that take equal runs of them get equal work: the tiles of a sequence grow
-// with their place in it.
+// Tiles in an order in which threads that take equal runs of them get equal work: the tiles of a sequence
+// grow with their place in it.
 void deal(std::vector<int32_t>& sequences, std::vector<int32_t>& firsts, int64_t hands) {
     const int64_t tiles = int64_t(firsts.size());
     std::vector<int32_t> a, b;
@@ -123,7 +123,8 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
     std::vector<int64_t> width(tables.size());
     for (size_t g = 0; g < tables.size(); g++) {
         table[g] = ints(tables[g], 0, "tables");
-        TORCH_CHECK(tables[g].dim() == 2 && tables[g].size(0) >= sequences, "program_run: tables [S, blocks]");
+        TORCH_CHECK(tables[g].dim() == 2 && tables[g].size(0) >= sequences,
+                    "program_run: tables [S, blocks]");
         width[g] = tables[g].size(1);
     }
     s.tables = table.data();
@@ -159,9 +160,11 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
     for (int64_t i = 0; i < p.count; i++) {
         const Instruction& in = p.instructions[i];
         const bool attention = is_attention(in.op);
-        scratch = std::max(scratch, attention ? k.program_attention_scratch(p, s, in) : k.program_scratch(p, s, in));
+        scratch = std::max(scratch,
+                           attention ? k.program_attention_scratch(p, s, in) : k.program_scratch(p, s, in));
         if (in.op == Op::attend && s.parts > 1)
-            partial = std::max(partial, s.tiles * s.parts * s.tile_tokens * in.n0 * (p.layers[in.i[0]].dv_pad + 2));
+            partial =
+                std::max(partial, s.tiles * s.parts * s.tile_tokens * in.n0 * (p.layers[in.i[0]].dv_pad + 2));
     }
     std::vector<float> parts(partial);
     p.partial = parts.data();

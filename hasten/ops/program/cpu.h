@@ -1,8 +1,8 @@
 // A decoder as a list of instructions over rows of floats, one row a token; see docs/design/003-serving.md.
 //
-// An instruction is cut into units of work (rows, panels of a matrix, or heads of a sequence); a thread takes a
-// run of neighbouring units. The caller puts barriers between instructions and calls `program_run` from every
-// thread of one parallel region.
+// An instruction is cut into units of work (rows, panels of a matrix, or heads of a sequence); a thread takes
+// a run of neighbouring units. The caller puts barriers between instructions and calls `program_run` from
+// every thread of one parallel region.
 #pragma once
 
 #include "../_cpu/kernels.h"
@@ -13,18 +13,18 @@ constexpr int64_t BLOCK_TOKENS = 32;
 
 // In the order of `OPCODES` in __init__.py.
 enum class Op : int64_t {
-    embed,   // dst = row `token` of the matrix * f[0]
-    norm,    // dst = norm(a [n0, n1]) * (b + f[1]) [+ c]; i[0]: 0 RMS, 1 layer; f[0] = eps
-    prepare, // rows of a made ready for the products with the matrix
-    linear,  // dst = f[0] * kind(a W^T + bias) [* (a Up^T + bias)] [+ c]; i[0] = kind, -1 none
-    rotary,  // dst [n0, n1] = a with its first i[0] dims turned by b = cos, c = sin; i[1]: interleaved
-    store,   // a [n0, n1] and b [n0, i[1]] become the key and the value of the row in cache layer i[0]
-    attend,  // dst [n0, i[1]] = attention of a [n0, n1] over cache layer i[0]; see attention.h
-    merge,   // joins what `attend` left in parts; the same fields
-    binary,  // dst [n0, n1] = a (i[0]) b: 0 add, 1 subtract, 2 multiply, 3 divide
-    unary,   // dst [n0, n1] = kind(a * f[0] + f[1]); i[0] = kind, -1 none
-    gated,   // dst [n0, n1] = kind(a) * b; i[0] = kind
-    select,  // row l of dst = row wanted[l] of a
+    embed,    // dst = row `token` of the matrix * f[0]
+    norm,     // dst = norm(a [n0, n1]) * (b + f[1]) [+ c]; i[0]: 0 RMS, 1 layer; f[0] = eps
+    prepare,  // rows of a made ready for the products with the matrix
+    linear,   // dst = f[0] * kind(a W^T + bias) [* (a Up^T + bias)] [+ c]; i[0] = kind, -1 none
+    rotary,   // dst [n0, n1] = a with its first i[0] dims turned by b = cos, c = sin; i[1]: interleaved
+    store,    // a [n0, n1] and b [n0, i[1]] become the key and the value of the row in cache layer i[0]
+    attend,   // dst [n0, i[1]] = attention of a [n0, n1] over cache layer i[0]; see attention.h
+    merge,    // joins what `attend` left in parts; the same fields
+    binary,   // dst [n0, n1] = a (i[0]) b: 0 add, 1 subtract, 2 multiply, 3 divide
+    unary,    // dst [n0, n1] = kind(a * f[0] + f[1]); i[0] = kind, -1 none
+    gated,    // dst [n0, n1] = kind(a) * b; i[0] = kind
+    select,   // row l of dst = row wanted[l] of a
 };
 
 // Element (row, i, j) lies at base + row * row_stride + i * s0 + j * s1; `by` says what counts as the row.

@@ -49,7 +49,8 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
             V += h * (T / 2) * c.dv_pad + place / 2 * c.dv_pad;
             // The other half of the pair may hold what another sequence left: zero, unless this step writes
             // it.
-            const bool alone = place % 2 == 0 && !(row + 1 < s.rows && s.sequence_of[row + 1] == s.sequence_of[row]);
+            const bool alone =
+                place % 2 == 0 && !(row + 1 < s.rows && s.sequence_of[row + 1] == s.sequence_of[row]);
             for (int64_t d = 0; d < c.Dv; d++) {
                 const uint16_t bits = narrow_scalar_bf16(v[d * in.b.s1]).bits;
                 if (alone)
@@ -123,8 +124,8 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         return at;
     };
     uint32_t* q = (uint32_t*)take(t.M * c.d_units);
-    float *scores = take(t.M * T), *o = take(t.M * c.dv_pad), *largest = take(t.M), *total = take(t.M);
-    uint32_t* weights = (uint32_t*)take(t.M * P_UNITS);
+    float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad), *largest = take(t.M), *total = take(t.M);
+    uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
     for (int64_t m = 0; m < t.M; m++) {
         const float* x = row_of(in.a, t.first + m % t.tokens, t.head * group + m / t.tokens);
         uint32_t* to = q + m * c.d_units;
@@ -139,25 +140,29 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     }
     std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
     const VI lane = lane_numbers();
-    for (int64_t b = t.begin; b < t.end; b++) {
-        const uint32_t* block = block_of(c, s, t.sequence, b);
-        const uint32_t* K = block + t.head * c.d_units * T;
-        const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
-        if (b + 1 < t.end) {  // blocks lie anywhere, so the processor cannot guess the next one
-            const uint32_t* next = block_of(c, s, t.sequence, b + 1);
-            fetch(next + t.head * c.d_units * T, c.d_units * T);
-            fetch(next + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
+    // Two blocks at a time: what a row costs beside its products counts once for 64 keys.
+    for (int64_t b = t.begin; b < t.end; b += 2) {
+        const int64_t pair = std::min<int64_t>(2, t.end - b);
+        for (int64_t i = 0; i < pair; i++) {
+            const uint32_t* block = block_of(c, s, t.sequence, b + i);
+            gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, block + t.head * c.d_units * T, T, scores + i * T,
+                       2 * T, false);
+            if (b + i + 2 < t.end) {  // blocks lie anywhere, so the processor cannot guess the next one
+                const uint32_t* next = block_of(c, s, t.sequence, b + i + 2);
+                fetch(next + t.head * c.d_units * T, c.d_units * T);
+                fetch(next + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
+            }
         }
-        gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores, T, false);
+        const int64_t keys = pair * T;
         for (int64_t m = 0; m < t.M; m++) {
-            float* x = scores + m * T;
+            float* x = scores + m * 2 * T;
             const int32_t position = s.positions[t.first + m % t.tokens];
-            const int32_t seen = position - int32_t(b * T);  // the last visible place of the block
+            const int32_t seen = position - int32_t(b * T);  // the last visible place
             const int32_t oldest = window ? seen - int32_t(window) + 1 : INT32_MIN;
-            const bool edge = seen < T - 1 || oldest > 0;
+            const bool edge = seen < keys - 1 || oldest > 0;
             const float slope = slopes ? slopes[t.head * group + m / t.tokens] : 0;
             VF top = splat(-INF);
-            for (int64_t j = 0; j < T; j += W) {
+            for (int64_t j = 0; j < keys; j += W) {
                 VF v = load(x + j) * scale;
                 if (softcap != 0) v = tanh_of(v / softcap) * softcap;
                 const VI at = lane + int32_t(j);
@@ -166,11 +171,11 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 store(x + j, v);
                 top = ((v > top) | (v != v)) ? v : top;
             }
-            float peak = largest[m];
-            for (int i = 0; i < W; i++) peak = top[i] > peak || top[i] != top[i] ? top[i] : peak;
-            uint32_t* w = weights + m * P_UNITS;
+            const float highest = max_or_nan(top);
+            const float peak = largest[m] > highest || largest[m] != largest[m] ? largest[m] : highest;
+            uint32_t* w = weights + m * 2 * P_UNITS;
             if (peak == -INF) {
-                std::memset(w, 0, P_UNITS * 4);
+                std::memset(w, 0, 2 * P_UNITS * 4);
                 continue;
             }
             if (peak != largest[m]) {
@@ -181,7 +186,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 largest[m] = peak;
             }
             VF added{};
-            for (int64_t j = 0; j < T; j += W) {
+            for (int64_t j = 0; j < keys; j += W) {
                 const VF e = exp2_of((load(x + j) - peak) * LOG2E);
                 added = added + e;
                 if constexpr (Unit::per_unit == 1)
@@ -193,10 +198,14 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             }
             total[m] += sum(added);
         }
-        // Values behind the last visible one are not read: they may be another sequence's.
-        const int64_t visible = std::min<int64_t>(T, s.positions[t.first + t.tokens - 1] - b * T + 1);
-        const int64_t used = (visible + Unit::per_unit - 1) / Unit::per_unit;
-        gemm<Unit>(t.M, c.dv_pad, used, weights, P_UNITS, 1, V, c.dv_pad, o, c.dv_pad, true);
+        for (int64_t i = 0; i < pair; i++) {
+            // Values behind the last visible one are not read: they may be another sequence's.
+            const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
+            const int64_t used = (std::min<int64_t>(T, behind) + Unit::per_unit - 1) / Unit::per_unit;
+            const uint32_t* V = block_of(c, s, t.sequence, b + i) + c.heads * c.d_units * T;
+            gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1,
+                       V + t.head * P_UNITS * c.dv_pad, c.dv_pad, o, c.dv_pad, true);
+        }
     }
     for (int64_t m = 0; m < t.M; m++) {
         if (s.parts == 1) {
@@ -228,7 +237,8 @@ void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit,
             const float* part = from + i * stride;
             const float factor = part[c.dv_pad] == -INF ? 0.0f : std::exp(part[c.dv_pad] - peak);
             total += part[c.dv_pad + 1] * factor;
-            for (int64_t d = 0; d < c.dv_pad; d += W) hasten::store(o + d, load(o + d) + load(part + d) * factor);
+            for (int64_t d = 0; d < c.dv_pad; d += W)
+                hasten::store(o + d, load(o + d) + load(part + d) * factor);
         }
         write_result(in, s, t, c, m, o, peak, total);
     }
@@ -244,10 +254,11 @@ int64_t units(const Program& p, const Step& s, const Instruction& in) {
 int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
-    return M * (c.d_units + 2 * T + c.dv_pad + 2) * 4 + 1024 + c.dv_pad * 4;
+    return M * (c.d_units + 4 * T + c.dv_pad + 2) * 4 + 1024 + c.dv_pad * 4;
 }
 
-void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count, void* scratch) {
+void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
+         void* scratch) {
     for (int64_t unit = first; unit < first + count; unit++) {
         if (in.op == Op::store)
             store(p, s, in, unit);

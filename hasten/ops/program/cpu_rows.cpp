@@ -75,8 +75,9 @@ void combine(const Instruction& in, const Step& s, int64_t row, float* scratch, 
         const float* a = along(element(in.a, s, row, i), in.a.s1, in.n1, scratch);
         const float* b = along(element(in.b, s, row, i), in.b.s1, in.n1, scratch + in.n1);
         float* y = element(in.dst, s, row, i);
-        each_vector(in.n1,
-                    [&](int64_t j, auto lanes) { put(y + j, f(get(a + j, lanes), get(b + j, lanes)), lanes); });
+        each_vector(in.n1, [&](int64_t j, auto lanes) {
+            put(y + j, f(get(a + j, lanes), get(b + j, lanes)), lanes);
+        });
     }
 }
 
@@ -99,8 +100,8 @@ void unary(const Instruction& in, const Step& s, int64_t row, float* scratch) {
         const float* a = along(element(in.a, s, row, i), in.a.s1, in.n1, scratch);
         float* y = element(in.dst, s, row, i);
         if (in.i[0] < 0) {
-            each_vector(in.n1,
-                        [&](int64_t j, auto lanes) { put(y + j, get(a + j, lanes) * factor + added, lanes); });
+            each_vector(
+                in.n1, [&](int64_t j, auto lanes) { put(y + j, get(a + j, lanes) * factor + added, lanes); });
             continue;
         }
         with_kind(Kind(in.i[0]), [&](auto kind) {
@@ -150,12 +151,14 @@ struct Memory {
 int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     if (in.op == Op::linear) {
         const PanelProduct q = product(p, s, in);
-        return p.kernels->panel_scratch_bytes(q) + (q.M <= p.few ? p.kernels->panel_prepared_bytes(q) : 0) + 128;
+        return p.kernels->panel_scratch_bytes(q) + (q.M <= p.few ? p.kernels->panel_prepared_bytes(q) : 0) +
+               128;
     }
     return 2 * in.n1 * 4 + 128;
 }
 
-void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count, void* scratch) {
+void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
+         void* scratch) {
     if (in.op == Op::linear) {
         PanelProduct q = product(p, s, in);
         Memory memory(scratch);
@@ -179,8 +182,8 @@ void run(const Program& p, const Step& s, const Instruction& in, int64_t first, 
                 p.kernels->panel_row(p.matrices[in.matrix], s.tokens[row], y);
                 const float factor = float(in.f[0]);
                 if (factor != 1)
-                    each_vector(in.n1,
-                                [&](int64_t j, auto lanes) { put(y + j, get(y + j, lanes) * factor, lanes); });
+                    each_vector(
+                        in.n1, [&](int64_t j, auto lanes) { put(y + j, get(y + j, lanes) * factor, lanes); });
                 break;
             }
             case Op::norm:
