@@ -102,7 +102,7 @@ def check_close(found: Tensor, truth: Tensor, allowed: Tensor, what: str) -> Non
     if not bool((error <= allowed).all()):
         worst = int((error / allowed.clamp_min(1e-30)).nan_to_num(nan=float("inf")).argmax())
         raise AssertionError(
-            f"{what}: element {worst} is {found.reshape(-1)[worst]}, the truth is {truth.reshape(-1)[worst]}, "
+            f"{what}: element {worst} is {found.reshape(-1)[worst]}, the truth {truth.reshape(-1)[worst]}, "
             f"allowed are {allowed.reshape(-1)[worst]:.3g}"
         )
 

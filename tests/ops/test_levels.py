@@ -217,8 +217,8 @@ def test_the_binding_holds_no_instruction_of_a_level() -> None:
     [(r"v(dpbf16ps|cvtne2?ps2bf16)|v?tdp", "PairBF16"), (r"vpdp(bu|ww)s", "BytesVNNI")],
 )
 def test_extensions_stay_in_their_own_functions(extension: str, owner: str) -> None:
-    """AVX512-BF16 and AVX512-VNNI are extensions: only functions made for pairs of bf16 and for quads of bytes
-    hold them, and they are asked for by name.
+    """AVX512-BF16 and AVX512-VNNI are extensions: only functions made for pairs of bf16 and for quads of
+    bytes hold them, and they are asked for by name.
     """
     found = [
         function for function, _, text in instructions(library_of("avx512")) if re.match(extension, text)

@@ -1,4 +1,4 @@
-"""The native products with panels against float64 of the unpacked matrix, at every level that this machine has.
+"""The native products with panels against float64 of the unpacked matrix, at every level of this machine.
 
 The level's library is loaded into this process for the test and the usual one afterwards.
 """
@@ -122,8 +122,8 @@ def test_bits_do_not_depend_on_threads(how: How) -> None:
 
 
 def test_bits_of_a_row_do_not_depend_on_the_others(how: How) -> None:
-    """Dense panels sum in one order for any number of rows, quantised ones are read in integers for any number,
-    unless torch's product takes many rows or integers are slow.
+    """Dense panels sum in one order for any number of rows; quantised ones are read in integers for any
+    number, unless torch's product takes many rows or integers are slow.
     """
     for format in checks.COMMON:
         for_any = format == FLOAT32 or not how.brgemm
@@ -177,7 +177,7 @@ def test_errors_name_what_is_wrong() -> None:
         linear(torch.randn(2, 41), made.panels)
     with pytest.raises(ShapeError, match="both quantised"):
         linear(torch.randn(2, 40), made.panels, up=dense)
-    with pytest.raises(ConfigError, match="activation 'sily'.*silu"):
+    with pytest.raises(ConfigError, match=r"activation 'sily'.*silu"):
         linear(torch.randn(2, 40), made.panels, kind="sily")
     with pytest.raises(RuntimeError, match="bias is"):
         linear(torch.randn(2, 40), made.panels, torch.randn(1))

@@ -1,4 +1,4 @@
-"""Products with panels by the native kernels (`cpu*.cpp`): for tests, benchmarks, and models outside a program.
+"""Products with panels by the native kernels (`cpu*.cpp`): for tests, timing, and models outside a program.
 
 Where no kernels are loaded, or the tensors are of a kind that they do not take, the reference answers.
 """
@@ -37,9 +37,10 @@ def linear(
 ) -> Tensor:
     """scale * (kind(x W^T + b) * (x Up^T + b_up)) + residual, in fp32; without `up` there is no factor.
 
-    Quantised panels and few rows: x is rounded to int8 with one scale for each 32 values, so the result is off
-    by at most sum |w| * scale / 2. bf16 panels, and quantised ones with many rows: x is rounded to bf16 where
-    the processor multiplies pairs of bf16. float32 panels: nothing is rounded.
+    Quantised panels: x is rounded to int8 with one scale for each 32 values, so that the result is off by at
+    most sum |w| * scale / 2. bf16 panels, and quantised ones where many rows are multiplied otherwise
+    (`few_rows_limit` in layout.h): x, and codes times scales, are rounded to bf16 where the processor multiplies
+    pairs of bf16. float32 panels: nothing is rounded.
 
     Args:
         x: [..., K].
@@ -60,7 +61,7 @@ def linear(
         raise ShapeError(f"up is [{up.N}, {up.K}], the matrix is [{panels.N}, {panels.K}]")
     if up is not None and up.format.kind != panels.format.kind:
         raise ShapeError(
-            f"up is {up.format}, the matrix is {panels.format}: both dense alike, or both quantised"
+            f"up is {up.format}, the matrix {panels.format}: both dense alike, or both quantised"
         )
     if native.refusal(x, bias_N, up_bias_N, residual):
         y = reference_linear(x, panels, bias_N)
