@@ -47,8 +47,10 @@ LADDER: tuple[str, ...] = (
 )
 """Formats that a mixed plan chooses from."""
 
-_SAMPLE_ROWS = 96
-_SAMPLE_WEIGHTS = 1 << 17
+# Rows whose error stands for a matrix's.
+_SAMPLE_ROWS = 64
+_SAMPLE_WORDS = 1024
+_SEED = 20260102
 _FLOAT_BYTES = 4
 
 
@@ -185,33 +187,37 @@ def measure(source: Source, matrix: Matrix, formats: Sequence[Format]) -> list[f
 
     Without a calibration: the squared error of its weights over their squares, times their number.
     """
-    dense = source.dense(matrix.name)
-    dense = dense.t() if matrix.transposed else dense
-    picked = _sample(matrix)
-    rows = dense[picked].float()
     calibration = source.calibration or Calibration()
     moments, outputs = calibration.moments.get(matrix.name), calibration.outputs.get(matrix.name)
-    scale = matrix.N / max(1, len(picked))
+    dense = source.dense(matrix.name)
+    dense = dense.t() if matrix.transposed else dense
+    rows = dense[_sample(matrix, outputs)].float()
+    diagonal = moments.diagonal() if moments is not None and moments.dim() == 2 else moments
+    if outputs is None:
+        size = float(output_errors(rows, torch.zeros_like(rows), moments).sum())
+        scale = matrix.N * matrix.K / max(size, 1e-30)
+    else:
+        scale = 0.5 * float(outputs.sum()) / max(1, len(rows))
     errors = []
     for format in formats:
         if format.dense:
             found = rows.bfloat16().float() if format.bits < 32 else rows
         else:
-            diagonal = moments.diagonal() if moments is not None and moments.dim() == 2 else moments
             found = search(rows, format, diagonal).dense()
-        each = output_errors(rows, found, moments)
-        if outputs is None:
-            size = float(output_errors(rows, torch.zeros_like(rows), moments).sum())
-            errors.append(matrix.N * matrix.K * float(each.sum()) / max(size, 1e-30))
-        else:
-            errors.append(0.5 * scale * float((each * outputs[picked]).sum()))
+        errors.append(scale * float(output_errors(rows, found, moments).sum()))
     return errors
 
 
-def _sample(matrix: Matrix) -> Tensor:
-    """Rows spread over the matrix."""
-    count = min(matrix.N, max(_SAMPLE_ROWS, _SAMPLE_WEIGHTS // max(1, matrix.K)))
-    return torch.linspace(0, matrix.N - 1, count).long() if matrix.N else torch.zeros(0, dtype=torch.long)
+def _sample(matrix: Matrix, outputs: Tensor | None) -> Tensor:
+    """Rows as often as they matter: some words of a vocabulary count a million times as much as others."""
+    count = _SAMPLE_ROWS if matrix.role == "projection" else _SAMPLE_WORDS
+    if outputs is None or not float(outputs.sum()) > 0:
+        return torch.linspace(0, matrix.N - 1, min(matrix.N, count)).long()
+    generator = torch.Generator().manual_seed(_SEED)
+    # By the inverse of the distribution: no limit on the number of rows.
+    steps = outputs.double().cumsum(0)
+    drawn = torch.rand(count, dtype=torch.float64, generator=generator) * steps[-1]
+    return torch.searchsorted(steps, drawn).clamp_max(matrix.N - 1)
 
 
 def allocate(
