@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 # Before anything is measured: drafts are taken as likely, and a row as this share of a step.
 _FIRST_ACCEPTANCE = 0.6
 _FIRST_ROW_SHARE = 0.15
@@ -20,63 +22,74 @@ _LONGEST_PAUSE_TOKENS = 1024
 
 
 class _Lookup:
-    """Where each run of `length` tokens stood last, and how well that foretold what followed."""
+    """How well runs of `length` tokens foretell what follows."""
 
     def __init__(self, length: int):
         self.length = length
-        self.follows: dict[tuple[int, ...], int] = {}
         self.acceptance = _FIRST_ACCEPTANCE
         self.paused_until = 0
         self.pause_tokens = _FIRST_PAUSE_TOKENS
 
     def worth(self, row_share: float, most: int) -> int:
-        """How many tokens to draft."""
+        """How many tokens to draft; at least one, or nothing would be learnt."""
         if self.acceptance >= 0.999:
             return most
-        return min(most, int(math.log(row_share) / math.log(max(self.acceptance, 1e-6))))
+        return min(most, max(1, int(math.log(row_share) / math.log(max(self.acceptance, 1e-6)))))
 
 
 class PromptLookup:
-    """Drafts for one sequence. Runs of three tokens are looked up first, then of two; each kind stops by
+    """Drafts for one sequence. The last three tokens are looked up first, then two; each kind stops by
     itself where its drafts are refused, and tries again after a pause that doubles."""
 
     def __init__(self, tokens: Sequence[int], most_tokens: int):
         """`most_tokens`: longest draft."""
         self._most = most_tokens
         self._lookups = (_Lookup(3), _Lookup(2))
-        self._known = 0
         self._used: _Lookup | None = None
+        self._tokens = np.empty(2 * len(tokens) + 64, np.int32)
+        self._count = 0
         self._read(tokens)
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """Learns what followed each run; a run at the end has no follower yet."""
-        for lookup in self._lookups:
-            length, follows = lookup.length, lookup.follows
-            for end in range(max(self._known, length), len(tokens)):
-                follows[tuple(tokens[end - length : end])] = end
-        self._known = max(self._known, len(tokens))
+        count = len(tokens)
+        if count > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * count)
+        self._tokens[self._count : count] = tokens[self._count : count]
+        self._count = count
+
+    def _find(self) -> tuple[int, int]:
+        """For the last three and the last two tokens the place behind where they stood before, or -1."""
+        count = self._count
+        if count < 3:
+            return -1, -1
+        tokens = self._tokens[:count]
+        places = 2 + np.flatnonzero((tokens[1:-1] == tokens[-1]) & (tokens[:-2] == tokens[-2]))
+        if not places.size:
+            return -1, -1
+        longer = places[(places > 2) & (tokens[places - 3] == tokens[-3])]
+        return int(longer[-1]) if longer.size else -1, int(places[-1])
 
     def draft(self, tokens: Sequence[int], most: int, row_share: float | None) -> list[int]:
         """Tokens that may follow `tokens`, which extend those of the last call; at most `most`.
 
         `row_share`: time of one more row as a share of the step's time for one token, in (0, 1]; None: not
-        known."""
-        self._read(tokens)
+        known.
+        """
         self._used = None
         count = len(tokens)
-        for lookup in self._lookups:
-            at = lookup.follows.get(tuple(tokens[-lookup.length :]))
-            if at is None or count < lookup.paused_until:
+        if all(count < lookup.paused_until for lookup in self._lookups):
+            return []
+        self._read(tokens)
+        for lookup, at in zip(self._lookups, self._find(), strict=True):
+            if at < 0 or count < lookup.paused_until:
                 continue
             share = _FIRST_ROW_SHARE if row_share is None else row_share
-            wanted = min(most, self._most, max(1, lookup.worth(share, self._most)))
-            if wanted <= 0:
-                return []
+            wanted = min(most, lookup.worth(share, self._most))
             self._used = lookup
+            draft = self._tokens[at : min(at + wanted, count)].tolist()
             # A run that overlaps the end goes on with the draft itself.
-            draft: list[int] = []
-            for place in range(at, at + wanted):
-                draft.append(tokens[place] if place < count else draft[place - count])
+            for place in range(wanted - len(draft)):
+                draft.append(draft[place])
             return draft
         return []
 

@@ -94,3 +94,11 @@ def test_equal_steps_tell_nothing_of_a_row() -> None:
     for _ in range(50):
         cost.add(3, 0.01)
     assert cost.share(3) is None
+
+
+def test_a_long_answer_is_looked_up_whole() -> None:
+    lookup = PromptLookup([9, 8, 7, 6], 3)
+    tokens = [9, 8, 7, 6, *(10 + number for number in range(500))]
+    for count in range(5, len(tokens), 3):
+        assert lookup.draft(tokens[:count], 3, None) == []
+    assert lookup.draft([*tokens, 9, 8, 7], 3, None) == [6, 10, 11]
