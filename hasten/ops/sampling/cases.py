@@ -32,9 +32,11 @@ def op_sample(logits: Tensor, rules: tuple[Rule, ...]) -> tuple[Tensor, ...]:
     return drawn.tokens, drawn.probabilities, drawn.logprobs, drawn.top_tokens
 
 
-def reference_sample(logits: Tensor, rules: tuple[Rule, ...]) -> tuple[Tensor, ...]:
+def reference_sample(
+    logits: Tensor, rules: tuple[Rule, ...], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     """The same, row by row."""
-    drawn = [reference.sample(row, rule) for row, rule in zip(logits, rules, strict=True)]
+    drawn = [reference.sample(row, rule, dtype) for row, rule in zip(logits, rules, strict=True)]
     listed = rules[0].top is not None
     logprobs = [[one.logprob, *(value for _, value in one.top)] if listed else [] for one in drawn]
     top = [[token for token, _ in one.top] for one in drawn]
@@ -44,6 +46,16 @@ def reference_sample(logits: Tensor, rules: tuple[Rule, ...]) -> tuple[Tensor, .
         torch.tensor(logprobs, dtype=torch.float64).reshape(len(drawn), -1),
         torch.tensor(top, dtype=torch.int64).reshape(len(drawn), -1),
     )
+
+
+def plain_sample(logits: Tensor, rules: tuple[Rule, ...]) -> tuple[Tensor, ...]:
+    """The same in float32, as a user would write it: a sort of all logits."""
+    return reference_sample(logits, rules, torch.float32)
+
+
+def plain_argmax(logits: Tensor) -> Tensor:
+    """torch's own, which promises no order among equals."""
+    return logits.argmax(1)
 
 
 def case(
@@ -65,13 +77,13 @@ def case(
         if "mask" in kinds:
             words = torch.randint(-(2**31), 2**31, ((vocab + 31) // 32,), generator=generator)
             lists["mask"] = words.to(torch.int32)
-        plain = {k: v for k, v in options.items() if k != "lists"}
-        rules = tuple(Rule(seed=row, position=3 * row, **plain, **lists) for row in range(rows))
+        numbers = {k: v for k, v in options.items() if k != "lists"}
+        rules = tuple(Rule(seed=row, position=3 * row, **numbers, **lists) for row in range(rows))
         return (logits, rules), {}
 
-    return Case(
-        "sample", name, make, op_sample, reference_sample, dtypes=(torch.float32,), benchmark=benchmark
-    )
+    plain = plain_sample if benchmark else None
+    dtypes = (torch.float32,)
+    return Case("sample", name, make, op_sample, reference_sample, plain, dtypes=dtypes, benchmark=benchmark)
 
 
 def argmax_case(name: str, rows: int, vocab: int, *, ties: bool = False, benchmark: bool = False) -> Case:
@@ -81,9 +93,9 @@ def argmax_case(name: str, rows: int, vocab: int, *, ties: bool = False, benchma
         logits = torch.randn(rows, vocab, generator=generator)
         return (logits.round() if ties else logits,), {}
 
-    return Case(
-        "argmax", name, make, op_argmax, reference_argmax, dtypes=(torch.float32,), benchmark=benchmark
-    )
+    plain = plain_argmax if benchmark else None
+    dtypes = (torch.float32,)
+    return Case("argmax", name, make, op_argmax, reference_argmax, plain, dtypes=dtypes, benchmark=benchmark)
 
 
 ALL = ("history", "bias", "mask")

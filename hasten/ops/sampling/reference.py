@@ -73,9 +73,9 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits_V: Tensor, rule: Rule) -> Drawn:
-    """The token of one row [V] of any floating dtype; computed in float64."""
-    x = logits_V.to(torch.float64)
+def sample(logits_V: Tensor, rule: Rule, dtype: torch.dtype = torch.float64) -> Drawn:
+    """The token of one row [V] of any floating dtype; computed in `dtype`."""
+    x = logits_V.to(dtype)
     nothing = torch.zeros_like(x)
     if not bool((x < math.inf).all()):
         return Drawn(NOT_FINITE, nothing)
