@@ -5,6 +5,7 @@ Light on purpose: nothing heavy is imported for `--help`, and the port is taken 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,8 @@ import typer
 
 if TYPE_CHECKING:
     from hasten.serve.embed import Embedder
+    from hasten.serve.engine import EngineSettings
+    from hasten.serve.http.limits import HttpSettings
     from hasten.serve.http.metrics import Metrics
     from hasten.serve.http.state import State, TextModel
 
@@ -77,6 +80,12 @@ ORIGINS = Annotated[
     typer.Option("--allow-origin", help="Let web pages of this origin call (CORS); may be repeated."),
 ]
 MAX_BODY = Annotated[float, typer.Option("--max-body-mib", min=0.001, help="Larger requests get a 413.")]
+CHECK = Annotated[
+    bool, typer.Option("--check", help="Compare with the model's own weights on a text before serving.")
+]
+MAX_RATIO = Annotated[
+    float, typer.Option("--max-perplexity-ratio", help="Refuse weights that raise perplexity by more.")
+]
 STRICT = Annotated[bool, typer.Option("--strict", help="Refuse fields that are not known, with a 400.")]
 
 
@@ -98,9 +107,10 @@ def serve(
     chat_template: TEMPLATE = None,
     allow_origin: ORIGINS = None,
     max_body_mib: MAX_BODY = 8.0,
+    check: CHECK = False,
+    max_perplexity_ratio: MAX_RATIO = 1.05,
     strict: STRICT = False,
 ) -> None:
-    from hasten.base.screen import Screen
     from hasten.serve.engine import EngineSettings
     from hasten.serve.http.limits import HttpSettings, Limits
     from hasten.serve.http.server import bind, run_server, url_of
@@ -112,16 +122,22 @@ def serve(
         strict=strict,
         drain_s=drain,
     )
-    check_exposure(settings, host)
+    _check_exposure(settings, host)
     bound = bind(host, port)
-    opening = {
-        "weights": weights,
-        "cache": cache,
-        "context_tokens": context,
-        "cache_bytes": None if cache_gib is None else int(cache_gib * 2**30),
-    }
-    engine_settings = EngineSettings(max_sequences=max_sequences, max_queue=max_queue, draft_tokens=draft)
-    state = _open(model, name, embeddings, chat_template, settings, engine_settings, opening, Screen())
+    opening = _Opening(
+        model,
+        name or _short(model),
+        chat_template,
+        EngineSettings(max_sequences=max_sequences, max_queue=max_queue, draft_tokens=draft),
+        {
+            "weights": weights,
+            "cache": cache,
+            "context_tokens": context,
+            "cache_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+        },
+        max_perplexity_ratio if check else None,
+    )
+    state = _open(opening, embeddings, settings)
     url = url_of(bound)
 
     def ready() -> None:
@@ -133,42 +149,41 @@ def serve(
 serve.__doc__ = HELP
 
 
-def check_exposure(settings: Any, host: str) -> None:
+@dataclass(frozen=True)
+class _Opening:
+    """What was asked for. `runner`: arguments of `open_runner`. `most_ratio`: compare with the model's own
+    weights first, and refuse a larger ratio of perplexities."""
+
+    model: str
+    name: str
+    template: Path | None
+    engine: EngineSettings
+    runner: dict[str, Any]
+    most_ratio: float | None
+
+
+def _check_exposure(settings: HttpSettings, host: str) -> None:
     """Says so where everybody who reaches the address may use the model."""
     if settings.api_keys or host in ("127.0.0.1", "::1", "localhost"):
         return
     typer.echo(f"note: whoever reaches {host} can use this server; --api-key asks for a key", err=True)
 
 
-def _open(
-    model: str,
-    name: str | None,
-    embeddings: str | None,
-    template: Path | None,
-    settings: Any,
-    engine_settings: Any,
-    opening: dict[str, Any],
-    screen: Any,
-) -> State:
+def _open(opening: _Opening, embeddings: str | None, settings: HttpSettings) -> State:
     """Opens what was named and says what came of it."""
     from hasten.base.errors import ConfigError
     from hasten.serve.http.metrics import Metrics
     from hasten.serve.http.state import State
 
-    embedder: Embedder | None = None
-    if _is_sentence_model(model):
+    metrics = Metrics(opening.name)
+    if _is_sentence_model(opening.model):
         if embeddings is not None:
-            raise ConfigError(
-                f"{model!r} makes embeddings already; give a model that generates, or no --embeddings"
-            )
-        embedder = _embedder(model, name)
-        return State(settings, None, embedder, Metrics(embedder.id))
-    metrics = Metrics(name or _short(model))
-    text = _text_model(model, name or _short(model), template, engine_settings, opening, screen, metrics)
-    if embeddings is not None:
-        embedder = _embedder(embeddings, None)
-        if embedder.id == text.id:
-            raise ConfigError(f"both models are called {text.id!r}; give --name")
+            raise ConfigError(f"{opening.model!r} makes embeddings itself; give no --embeddings beside it")
+        return State(settings, None, _embedder(opening.model, opening.name), metrics)
+    text = _text_model(opening, metrics)
+    embedder = None if embeddings is None else _embedder(embeddings, None)
+    if embedder is not None and embedder.id == text.id:
+        raise ConfigError(f"both models are called {text.id!r}; give --name")
     return State(settings, text, embedder, metrics)
 
 
@@ -185,38 +200,31 @@ def _short(model: str) -> str:
     return (path.resolve().stem if path.is_file() else path.resolve().name) if path.exists() else model
 
 
-def _text_model(
-    model: str,
-    name: str,
-    template: Path | None,
-    engine_settings: Any,
-    opening: dict[str, Any],
-    screen: Any,
-    metrics: Metrics,
-) -> TextModel:
-    import dataclasses
-
+def _text_model(opening: _Opening, metrics: Metrics) -> TextModel:
+    from hasten.base.screen import Screen
     from hasten.serve.engine import Engine
     from hasten.serve.grammar import Grammars
     from hasten.serve.http.state import TextModel
     from hasten.serve.http.template import ChatTemplate
-    from hasten.serve.open import open_runner
+    from hasten.serve.open import checked, open_runner
 
-    served = open_runner(model, screen=screen, **opening)
-    words = served.words
-    vocab_size = served.runner.vocab_size
+    screen = Screen()
+    served = open_runner(opening.model, screen=screen, **opening.runner)
+    if opening.most_ratio is not None:
+        checked(served, opening.model, opening.most_ratio, screen)
+    words, vocab_size = served.words, served.runner.vocab_size
     tokenizer = words.tokenizer()
     eos = tuple(words.eos_token_ids)
-    engine = Engine(served.runner, tokenizer, dataclasses.replace(engine_settings, eos_tokens=eos), metrics)
-    text = _template_text(template) if template is not None else words.chat_template
+    engine = Engine(served.runner, tokenizer, replace(opening.engine, eos_tokens=eos), metrics)
+    text = words.chat_template if opening.template is None else _template_text(opening.template)
     about = served.about
     typer.echo(
-        f"{name}: context {engine.context_tokens} tokens, weights {_size(about.weight_bytes)}, "
+        f"{opening.name}: context {engine.context_tokens} tokens, weights {_size(about.weight_bytes)}, "
         f"cache {_size(about.cache_bytes_per_token)} a token, {_memory()}",
         err=True,
     )
     return TextModel(
-        name,
+        opening.name,
         engine,
         tokenizer,
         engine.context_tokens,

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.serve.http.protocol import ChatBody
-from hasten.serve.http.tools import CallArguments, CallStart, ToolReader, Words, forced_schema
+from hasten.serve.http.tool_schema import forced_schema
+from hasten.serve.http.tools import CallArguments, CallStart, ToolReader, Words
 
 NAMES = ["weather", "add"]
 

@@ -43,8 +43,8 @@ from hasten.serve.http.state import State
 
 _B = TypeVar("_B", bound=Body)
 _PAGE_POLICY = (
-    "default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _MOST_ID_CHARACTERS = 128
 

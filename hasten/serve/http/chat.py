@@ -20,6 +20,7 @@ from hasten.serve.http.messages import render_prompt
 from hasten.serve.http.protocol import ChatBody
 from hasten.serve.http.responses import DONE, EventStream, event, unless_gone
 from hasten.serve.http.state import State, TextModel
+from hasten.serve.http.tool_schema import forced_schema
 from hasten.serve.stream import Delta, Request
 
 
@@ -60,7 +61,7 @@ async def _start(state: State, model: TextModel, body: ChatBody, http: HttpReque
 
 async def _grammar(model: TextModel, body: ChatBody) -> Any:
     wanted = body.response_format.type if body.response_format is not None else "text"
-    forced = tools.forced_schema(body) if body.uses_tools else None
+    forced = forced_schema(body) if body.uses_tools else None
     if wanted != "text" and body.uses_tools:
         raise bad_request(
             f"response_format {wanted!r} leaves no room for a tool call; give tool_choice: none, or no tools",
