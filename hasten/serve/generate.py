@@ -32,7 +32,7 @@ MAX_TOKENS = Annotated[int, typer.Option("--max-tokens", "-n", help="Most new to
 WEIGHTS = Annotated[
     str, typer.Option("--weights", help="auto, stored, int4, int8, bfloat16 or float32.", show_default=True)
 ]
-CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16 or float32.")]
+CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16, int8 or float32.")]
 CONTEXT = Annotated[int | None, typer.Option("--context", help="Longest sequence, tokens.")]
 TEMPERATURE = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")]
 TOP_P = Annotated[float, typer.Option("--top-p", help="Share of the probability that is kept.")]

@@ -25,14 +25,16 @@ from hasten.serve.program import OPCODES, Instruction, Program, Ref, Root
 
 BLOCK_TOKENS = 32
 FEW_ROWS = 8
-_INSTRUCTION_WORDS = 45
+CACHES = ("float32", "bfloat16", "int8")
+"""What keys and values can be stored as; the places are the codes of `Cache` in cpu.h."""
+
 _LANES = 16
 _ROW_OPS = {"embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "select"}
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """dtype: "bfloat16" or "float32"; blocks: of each group of layers with one window, in the order of
+    """dtype: one of `CACHES`; blocks: of each group of layers with one window, in the order of
     `Program.windows()`."""
 
     dtype: str
@@ -52,7 +54,7 @@ class Linked:
     ) -> None:
         """panels: one for each matrix of the program, in order."""
         formats = [p.format for p in panels]
-        self.program = fuse(program, lambda a, b: formats[a] == formats[b])
+        self.program = fuse(program, lambda a, b: formats[a].kind == formats[b].kind)
         self.panels, self.vectors, self.tables = list(panels), list(program.vectors), list(program.tables)
         self.step_tokens, self.step_logits = step_tokens, step_logits
         instructions = with_prepare(self.program.instructions, formats)
@@ -81,7 +83,7 @@ class Linked:
         widest = max((use.K for use in program.matrices), default=1)
         self.prepared = torch.zeros(step_tokens * (widest + 64) * 4 + 4096, dtype=torch.uint8)
         heads = max((one.n0 // one.ints[2] for one in instructions if one.op == "attend"), default=1)
-        self.sizes = [int(cache.dtype == "bfloat16"), FEW_ROWS, max(1, 128 // heads)]
+        self.sizes = [CACHES.index(cache.dtype), FEW_ROWS, max(1, 128 // heads)]
 
     def _matrix_words(self) -> Tensor:
         kind = np.dtype(
@@ -100,25 +102,18 @@ class Linked:
 
     def _cache(self, settings: CacheSettings) -> tuple[list[Tensor], Tensor]:
         windows = self.program.windows()
-        per_unit = 2 if settings.dtype == "bfloat16" else 1
+        per_unit = 1 if settings.dtype == "float32" else 2
         tensors, words = [], []
         for layer in self.program.layers:
             group = windows.index(layer.window_tokens)
             units, padded = -(-layer.key_size // per_unit), -(-layer.value_size // _LANES) * _LANES
-            block = layer.heads * (units * BLOCK_TOKENS + BLOCK_TOKENS // per_unit * padded)
+            head = units * BLOCK_TOKENS + BLOCK_TOKENS // per_unit * padded
+            if settings.dtype == "int8":
+                head = head // 2 + 2 * BLOCK_TOKENS
+            block = layer.heads * head
             tensors.append(_aligned(settings.blocks[group] * block))
-            words.append(
-                (
-                    tensors[-1].data_ptr(),
-                    block,
-                    layer.heads,
-                    layer.key_size,
-                    layer.value_size,
-                    units,
-                    padded,
-                    group,
-                )
-            )
+            sizes = (layer.heads, layer.key_size, layer.value_size, units, padded, group)
+            words.append((tensors[-1].data_ptr(), block, *sizes))
         return tensors, torch.tensor(words, dtype=torch.int64)
 
     def cache_bytes(self) -> int:

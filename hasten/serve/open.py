@@ -24,7 +24,7 @@ from hasten.serve.words import Words, words_of
 DENSE = ("float32", "bfloat16")
 BUDGETS = ("int8", "int4")
 WEIGHTS = ("auto", "stored", *DENSE, *BUDGETS)
-CACHES = ("bfloat16", "float32")
+CACHES = ("bfloat16", "int8", "float32")
 DEFAULT_CONTEXT_TOKENS = 8192
 STEP_TOKENS = 512
 STEP_LOGITS = 128
@@ -73,7 +73,8 @@ def open_runner(
         weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
             bits for each matrix within that budget, "bfloat16" and "float32" are dense; "auto" is
             "stored" for a GGUF file, else "bfloat16".
-        cache: dtype of keys and values, "bfloat16" or "float32".
+        cache: of keys and values: "bfloat16", "int8" (half the memory; a scale for each token and head) or
+            "float32".
         context_tokens: longest sequence; default: the model's own, at most 8192.
         cache_bytes: memory for keys and values; default: a quarter of the machine's, at most what 64
             sequences of the longest length need. Pages are taken when they are first written.
@@ -257,7 +258,9 @@ def _linked(stored: Any, cache: str, cache_bytes: int | None, step_tokens: int) 
     )
     panels = [stored.panels[f"m{i}"] for i in range(len(program.matrices))]
     per_token = sum(layer.heads * (layer.key_size + layer.value_size) for layer in program.layers)
-    per_token *= 2 if cache == "bfloat16" else 4
+    heads = sum(layer.heads for layer in program.layers)
+    # int8: a byte each, and an fp32 scale for each key and each value.
+    per_token = {"bfloat16": 2 * per_token, "int8": per_token + 8 * heads, "float32": 4 * per_token}[cache]
     wanted = min(
         detect().memory_bytes.value * _CACHE_SHARE, per_token * program.context_tokens * _MOST_SEQUENCES
     )

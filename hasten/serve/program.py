@@ -12,13 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
+from hasten.ops.program.reference import KINDS
 from hasten.serve.weights import Weight
+
+__all__ = ["BINARY", "KINDS", "OPCODES", "Instruction", "Layer", "MatrixUse", "Program", "Ref", "Root"]
 
 OPCODES = (
     "embed", "norm", "prepare", "linear", "rotary", "store", "attend", "merge", "binary", "unary", "gated",
     "select",
 )  # fmt: skip
-KINDS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "sigmoid", "tanh")
+
 BINARY = ("add", "subtract", "multiply", "divide")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import panels_checks
+import program_checks
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -91,7 +92,8 @@ def check_values(smallest: bool) -> tuple[int, list[str]]:
             except (AssertionError, RuntimeError) as error:
                 failures.append(f"{check.__name__} {case} {dtype}: {type(error).__name__}: {error}")
     if native.state().level is not None:
-        for name, call in panels_checks.suite(smallest):
+        suites = (panels_checks.suite, program_checks.suite)
+        for name, call in (check for suite in suites for check in suite(smallest)):
             checks += 1
             try:
                 call()

@@ -90,7 +90,7 @@ const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
 }
 
 // instructions [n, 45], matrices and layers: the structures of cpu.h as words of 64 bits, linked by
-// serve/link.py, which keeps alive what they point to. sizes: bf16_cache, few, tile_tokens.
+// serve/link.py, which keeps alive what they point to. sizes: Cache, few, tile_tokens.
 void program_run(const at::Tensor& instructions, const at::Tensor& matrices, const at::Tensor& layers,
                  const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
                  const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
@@ -105,7 +105,7 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
     p.count = instructions.size(0);
     p.matrices = (const Matrix*)matrices.const_data_ptr();
     p.layers = (const CacheLayer*)layers.const_data_ptr();
-    p.bf16_cache = sizes[0];
+    p.cache = Cache(sizes[0]);
     p.few = sizes[1];
     p.bf16 = chosen.bf16;
     p.vnni = chosen.vnni;

@@ -45,8 +45,12 @@ struct Instruction {
     double f[4];
 };
 
+// What keys and values are stored as.
+enum class Cache : int64_t { floats, bf16, bytes };
+
 // Where the keys and values of one layer lie: a block holds for each KV head K [D units, 32] and V
-// [32 / per_unit units, Dv padded], a unit being a pair of bf16 or one float.
+// [32 / per_unit units, Dv padded], a unit being a pair of bf16 or one float. Bytes lie as bf16 would, with a
+// scale for each token and head behind them; see Bytes in cpu_attention.cpp. `block_units` are of four bytes.
 struct CacheLayer {
     uint32_t* base;
     int64_t block_units, heads, D, Dv, d_units, dv_pad, group;
@@ -70,7 +74,7 @@ struct Program {
     int64_t count;
     const Matrix* matrices;
     const CacheLayer* layers;
-    bool bf16_cache;  // else floats
+    Cache cache;
     bool bf16, vnni;
     Brgemm brgemm;
     int64_t few;     // most rows that each thread makes ready for itself

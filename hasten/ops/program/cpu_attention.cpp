@@ -34,6 +34,49 @@ inline uint32_t* block_of(const CacheLayer& c, const Step& s, int64_t sequence, 
     return c.base + s.tables[c.group][sequence * s.table_width[c.group] + index] * c.block_units;
 }
 
+// The parts of a block of bytes that belong to one KV head: K as pairs [D / 2, 32], V as pairs of tokens
+// [16, Dv padded], and one scale for each token.
+struct Bytes {
+    int8_t *k, *v;
+    float *k_scale, *v_scale;
+    Bytes(const CacheLayer& c, uint32_t* block, int64_t h) {
+        const int64_t k_bytes = 2 * c.d_units * T, v_bytes = T * c.dv_pad;
+        k = (int8_t*)block + h * k_bytes;
+        v = (int8_t*)block + c.heads * k_bytes + h * v_bytes;
+        k_scale = (float*)((int8_t*)block + c.heads * (k_bytes + v_bytes)) + h * 2 * T;
+        v_scale = k_scale + T;
+    }
+};
+
+// n values as bytes and the scale that they are multiplied by. Value d goes to `to` + d / 2 * pair + d % 2,
+// or with `single` to `to` + d * pair.
+inline float put_bytes(const float* x, int64_t stride, int64_t n, int8_t* to, int64_t pair,
+                       bool single = false) {
+    float most = 0;
+    for (int64_t d = 0; d < n; d++) {
+        const float size = std::abs(x[d * stride]);
+        most = size > most || size != size ? size : most;
+    }
+    const float scale = most / 127, inverse = scale > 0 ? 1 / scale : 0;
+    for (int64_t d = 0; d < n; d++) {
+        const float v = x[d * stride] * inverse;
+        const int8_t byte = v != v || std::abs(v) > 127.5f ? 0 : int8_t(std::lrint(v));
+        to[single ? d * pair : d / 2 * pair + d % 2] = byte;
+    }
+    return scale;
+}
+
+// Bytes as bf16, exactly; `n` a multiple of 16.
+inline void widen_bytes(const int8_t* from, uint32_t* to, int64_t n) {
+    typedef int8_t B __attribute__((vector_size(W)));
+    for (int64_t i = 0; i < n; i += W) {
+        B bytes;
+        std::memcpy(&bytes, from + i, sizeof bytes);
+        const VF wide = __builtin_convertvector(__builtin_convertvector(bytes, VI), VF);
+        store_half((uint16_t*)to + i, narrow_bits((VU)wide >> 16));
+    }
+}
+
 void store(const Program& p, const Step& s, const Instruction& in, int64_t row) {
     const CacheLayer& c = p.layers[in.i[0]];
     const int64_t position = s.positions[row], place = position % T;
@@ -41,7 +84,11 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
     for (int64_t h = 0; h < c.heads; h++) {
         const float *k = row_of(in.a, row, h), *v = row_of(in.b, row, h);
         uint32_t *K = block + h * c.d_units * T, *V = block + c.heads * c.d_units * T;
-        if (p.bf16_cache) {
+        if (p.cache == Cache::bytes) {
+            const Bytes b(c, block, h);
+            b.k_scale[place] = put_bytes(k, in.a.s1, c.D, b.k + 2 * place, 2 * T);
+            b.v_scale[place] = put_bytes(v, in.b.s1, c.Dv, b.v + place / 2 * 2 * c.dv_pad + place % 2, 2, 1);
+        } else if (p.cache == Cache::bf16) {
             for (int64_t d = 0; d < c.D; d++) {
                 const uint16_t bits = narrow_scalar_bf16(k[d * in.a.s1]).bits;
                 std::memcpy((uint16_t*)(K + d / 2 * T + place) + d % 2, &bits, 2);
@@ -109,7 +156,7 @@ inline void write_result(const Instruction& in, const Step& s, const Tile& t, co
     each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(o + d, lanes) * scale, lanes); });
 }
 
-template <class Unit>
+template <class Unit, bool BYTES>
 HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, int64_t unit,
                                char* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
@@ -126,6 +173,8 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     uint32_t* q = (uint32_t*)take(t.M * c.d_units);
     float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad), *largest = take(t.M), *total = take(t.M);
     uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
+    uint32_t* widened = (uint32_t*)take(BYTES ? std::max(c.d_units * T, P_UNITS * c.dv_pad) : 0);
+    float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
     for (int64_t m = 0; m < t.M; m++) {
         const float* x = row_of(in.a, t.first + m % t.tokens, t.head * group + m / t.tokens);
         uint32_t* to = q + m * c.d_units;
@@ -144,10 +193,18 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     for (int64_t b = t.begin; b < t.end; b += 2) {
         const int64_t pair = std::min<int64_t>(2, t.end - b);
         for (int64_t i = 0; i < pair; i++) {
-            const uint32_t* block = block_of(c, s, t.sequence, b + i);
-            gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, block + t.head * c.d_units * T, T, scores + i * T,
-                       2 * T, false);
-            if (b + i + 2 < t.end) {  // blocks lie anywhere, so the processor cannot guess the next one
+            uint32_t* block = block_of(c, s, t.sequence, b + i);
+            const uint32_t* K = block + t.head * c.d_units * T;
+            if constexpr (BYTES) {
+                const Bytes bytes(c, block, t.head);
+                widen_bytes(bytes.k, widened, 2 * c.d_units * T);
+                std::memcpy(k_scales + i * T, bytes.k_scale, T * 4);
+                std::memcpy(v_scales + i * T, bytes.v_scale, T * 4);
+                K = widened;
+            }
+            gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
+            if (!BYTES &&
+                b + i + 2 < t.end) {  // blocks lie anywhere, so the processor cannot guess the next one
                 const uint32_t* next = block_of(c, s, t.sequence, b + i + 2);
                 fetch(next + t.head * c.d_units * T, c.d_units * T);
                 fetch(next + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
@@ -164,6 +221,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             VF top = splat(-INF);
             for (int64_t j = 0; j < keys; j += W) {
                 VF v = load(x + j) * scale;
+                if (BYTES) v = v * load(k_scales + j);
                 if (softcap != 0) v = tanh_of(v / softcap) * softcap;
                 const VI at = lane + int32_t(j);
                 if (slopes) v = v + __builtin_convertvector(at - seen, VF) * slope;
@@ -189,12 +247,15 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             for (int64_t j = 0; j < keys; j += W) {
                 const VF e = exp2_of((load(x + j) - peak) * LOG2E);
                 added = added + e;
+                // A place that is not visible has no scale of its own.
+                VF weight = e;
+                if (BYTES) weight = e > VF{} ? e * load(v_scales + j) : VF{};
                 if constexpr (Unit::per_unit == 1)
-                    hasten::store((float*)w + j, e);
+                    hasten::store((float*)w + j, weight);
                 else if constexpr (std::is_same_v<Unit, WidenedBF16>)
-                    store_half((uint16_t*)w + j, narrow_bf16(e));
+                    store_half((uint16_t*)w + j, narrow_bf16(weight));
                 else
-                    store_half((uint16_t*)w + j, narrow_fast(e));
+                    store_half((uint16_t*)w + j, narrow_fast(weight));
             }
             total[m] += sum(added);
         }
@@ -202,9 +263,14 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             // Values behind the last visible one are not read: they may be another sequence's.
             const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
             const int64_t used = (std::min<int64_t>(T, behind) + Unit::per_unit - 1) / Unit::per_unit;
-            const uint32_t* V = block_of(c, s, t.sequence, b + i) + c.heads * c.d_units * T;
-            gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1,
-                       V + t.head * P_UNITS * c.dv_pad, c.dv_pad, o, c.dv_pad, true);
+            uint32_t* block = block_of(c, s, t.sequence, b + i);
+            const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
+            if constexpr (BYTES) {
+                widen_bytes(Bytes(c, block, t.head).v, widened, T * c.dv_pad);
+                V = widened;
+            }
+            gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o, c.dv_pad,
+                       true);
         }
     }
     for (int64_t m = 0; m < t.M; m++) {
@@ -254,7 +320,8 @@ int64_t units(const Program& p, const Step& s, const Instruction& in) {
 int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
-    return M * (c.d_units + 4 * T + c.dv_pad + 2) * 4 + 1024 + c.dv_pad * 4;
+    const int64_t widened = std::max(c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
+    return (M * (c.d_units + 4 * T + c.dv_pad + 2) + widened + c.dv_pad) * 4 + 1024;
 }
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
@@ -264,14 +331,18 @@ void run(const Program& p, const Step& s, const Instruction& in, int64_t first, 
             store(p, s, in, unit);
         else if (in.op == Op::merge)
             merge(p, s, in, unit, (float*)scratch);
-        else if (!p.bf16_cache)
-            attend<Float>(p, s, in, unit, (char*)scratch);
+        else if (p.cache == Cache::floats)
+            attend<Float, false>(p, s, in, unit, (char*)scratch);
 #if defined(__AVX512F__)
+        else if (p.bf16 && p.cache == Cache::bf16)
+            attend<PairBF16, false>(p, s, in, unit, (char*)scratch);
         else if (p.bf16)
-            attend<PairBF16>(p, s, in, unit, (char*)scratch);
+            attend<PairBF16, true>(p, s, in, unit, (char*)scratch);
 #endif
+        else if (p.cache == Cache::bf16)
+            attend<WidenedBF16, false>(p, s, in, unit, (char*)scratch);
         else
-            attend<WidenedBF16>(p, s, in, unit, (char*)scratch);
+            attend<WidenedBF16, true>(p, s, in, unit, (char*)scratch);
     }
 }
 

@@ -1,0 +1,170 @@
+"""Checks of the native program for this process's level: programs made by hand against their meaning.
+
+`level_suite.py` and `tests/serve/test_serve_link.py` run them. No model and no capture: every instruction occurs,
+with sizes that are no multiple of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named, pack, quantised, unpack
+from hasten.ops.program.reference import run
+from hasten.serve.link import CacheSettings, Linked
+from hasten.serve.native_runner import NativeRunner
+from hasten.serve.program import KINDS, Instruction, Layer, MatrixUse, Program, Ref, Root
+from hasten.serve.quantise import quantise
+from hasten.serve.runner import Step
+from hasten.serve.weights import Weight
+
+VOCABULARY, HIDDEN, INNER, CONTEXT = 37, 44, 50, 128
+# Heads, KV heads, size of a key and of a value, dims that turn.
+SHAPES = ((6, 2, 10, 10, 6), (3, 3, 8, 20, 8), (4, 1, 16, 16, 16))
+EXACT, NARROW = 3e-5, 5e-2
+
+
+class Builder:
+    """A decoder of two layers whose instructions, sizes and orders differ with the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.instructions: list[Instruction] = []
+        self.roots: list[Root] = []
+        self.vectors: list[Tensor] = []
+        self.tables: list[Tensor] = []
+        self.dense: list[Tensor] = []
+        self.uses: list[MatrixUse] = []
+        self.layers: list[Layer] = []
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def root(self, width: int, selected: bool = False) -> Ref:
+        self.roots.append(Root(width, selected))
+        return Ref("root", len(self.roots) - 1)
+
+    def vector(self, size: int) -> Ref:
+        self.vectors.append(0.3 * self.random(size))
+        return Ref("vector", len(self.vectors) - 1)
+
+    def table(self, width: int) -> Ref:
+        self.tables.append(self.random(CONTEXT, width))
+        return Ref("table", len(self.tables) - 1)
+
+    def matrix(self, N: int, K: int, bias: bool) -> int:
+        self.dense.append(self.random(N, K) * K**-0.5)
+        at = self.vector(N).index if bias else -1
+        self.uses.append(MatrixUse(Weight(f"w{len(self.dense)}"), N, K, at))
+        return len(self.dense) - 1
+
+    def emit(self, op: str, n0: int, n1: int, dst: Ref | None = None, **fields: object) -> None:
+        self.instructions.append(Instruction(op, n0, n1, dst, **fields))  # type: ignore[arg-type]
+
+    def linear(
+        self, x: Ref, N: int, K: int, bias: bool = False, kind: int = -1, selected: bool = False
+    ) -> Ref:
+        dst = self.root(N, selected)
+        matrix = self.matrix(N, K, bias)
+        self.emit("linear", 1, K, dst, a=x, matrix=matrix, ints=(kind,), floats=(1.0,), selected=selected)
+        return dst
+
+    def pointwise(self, op: str, width: int, *operands: Ref, ints: tuple[int, ...], floats=()) -> Ref:  # type: ignore[no-untyped-def]
+        dst = self.root(width)
+        named_operands = dict(zip("ab", operands, strict=False))
+        self.emit(op, 1, width, dst, **named_operands, ints=ints, floats=floats)
+        return dst
+
+    def layer(self, x: Ref, shape: tuple[int, int, int, int, int], window: int) -> Ref:
+        heads, kv, D, Dv, turned = shape
+        odd = self.seed % 2
+        normed = self.root(HIDDEN)
+        self.emit("norm", 1, HIDDEN, normed, a=x, b=self.vector(HIDDEN), c=self.vector(HIDDEN) if odd else None,
+                  ints=(odd,), floats=(1e-5, 0.0 if odd else 1.0))  # fmt: skip
+        q, k = self.linear(normed, heads * D, HIDDEN), self.linear(normed, kv * D, HIDDEN, bias=True)
+        # The values come as a part of a wider product, one head after another with a gap.
+        wide = self.linear(normed, kv * (Dv + 3), HIDDEN)
+        v = Ref("root", wide.index, 2, Dv + 3, 1)
+        cos, sin = self.table(turned), self.table(turned)
+        turned_q, turned_k = self.root(heads * D), self.root(kv * D)
+        for source, to, count in ((q, turned_q, heads), (k, turned_k, kv)):
+            self.emit("rotary", count, D, Ref("root", to.index, 0, D), a=Ref("root", source.index, 0, D), b=cos,
+                      c=sin, ints=(turned, odd))  # fmt: skip
+        self.layers.append(Layer(kv, D, Dv, window))
+        at = len(self.layers) - 1
+        self.emit("store", kv, D, a=Ref("root", turned_k.index, 0, D), b=v, ints=(at, Dv))
+        mixed = self.root(heads * Dv)
+        extras = {"b": self.vector(heads)} if odd else {"c": self.vector(heads)}
+        for op in ("attend", "merge"):
+            self.emit(op, heads, D, Ref("root", mixed.index, 0, Dv), a=Ref("root", turned_q.index, 0, D), **extras,
+                      ints=(at, Dv, kv, window), floats=(D**-0.5, 2.0 * odd))  # fmt: skip
+        x = self.pointwise("binary", HIDDEN, x, self.linear(mixed, HIDDEN, heads * Dv), ints=(0,))
+        gate, up = self.linear(x, INNER, HIDDEN, bias=bool(odd)), self.linear(x, INNER, HIDDEN)
+        inner = self.pointwise("gated", INNER, gate, up, ints=(self.seed % len(KINDS),))
+        down = self.linear(inner, HIDDEN, INNER, kind=(self.seed + 3) % len(KINDS))
+        down = self.pointwise("unary", HIDDEN, down, ints=(-1,), floats=(0.5, 0.25))
+        down = self.pointwise("binary", HIDDEN, down, self.vector(HIDDEN), ints=(2,))
+        return self.pointwise("binary", HIDDEN, down, x, ints=(1,) if odd else (0,))
+
+    def program(self, shape: tuple[int, int, int, int, int]) -> Program:
+        x = self.root(HIDDEN)
+        self.emit("embed", 1, HIDDEN, x, matrix=self.matrix(VOCABULARY, HIDDEN, False), floats=(1.5,))
+        x = self.pointwise("binary", HIDDEN, x, self.table(HIDDEN), ints=(0,))
+        for window in (0, 19):
+            x = self.layer(x, shape, window)
+        wanted = self.root(HIDDEN, True)
+        self.emit("select", 1, HIDDEN, wanted, a=x, selected=True)
+        logits = self.linear(wanted, VOCABULARY, HIDDEN, selected=True)
+        return Program(
+            tuple(self.instructions), tuple(self.roots), tuple(self.uses), tuple(self.layers), logits.index,
+            VOCABULARY, CONTEXT, tuple(self.vectors), tuple(self.tables),
+        )  # fmt: skip
+
+
+def logits(runner: NativeRunner, tokens: Tensor, pieces: tuple[int, ...]) -> Tensor:
+    """[T, V] from steps of these sizes, with the blocks of the pool in falling order."""
+    found, begin = [], 0
+    for size in pieces:
+        rows = np.arange(size, dtype=np.int32)
+        tables = tuple(
+            np.arange(group.blocks - 1, -1, -1, dtype=np.int32)[None, : CONTEXT // 32].copy()
+            for group in runner.groups
+        )
+        ids = tokens[begin : begin + size].numpy().astype(np.int32)
+        found.append(runner.run(Step(ids, rows + begin, np.array([0, size], np.int32), tables, rows)).copy())
+        begin += size
+    return torch.from_numpy(np.concatenate(found))
+
+
+def check(seed: int, form: Format, cache: str, pieces: tuple[int, ...]) -> None:
+    """Raises AssertionError where the native program is not what the program means."""
+    builder = Builder(seed)
+    program = builder.program(SHAPES[seed % len(SHAPES)])
+    panels = [pack(m, form) if form.dense else quantise(m, form) for m in builder.dense]
+    tokens = torch.randint(VOCABULARY, (sum(pieces),), generator=builder.generator)
+    expected = run(program, [unpack(p).double() for p in panels], tokens)
+    settings = CacheSettings(cache, tuple(7 for _ in program.windows()))
+    runner = NativeRunner(Linked(program, panels, settings, max(pieces), max(pieces)))
+    error = (logits(runner, tokens, pieces).double() - expected).abs().max() / expected.abs().max()
+    allowed = EXACT if form == FLOAT32 and cache == "float32" else NARROW
+    assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.0e}"
+
+
+def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Named checks: formats of matrices and of the cache, prompts in one piece and in several."""
+    pieces = ((1,) * 5 + (70, 1, 1), (77,), (33, 31, 13), (9, 1, 8, 59))
+    formats = (FLOAT32, BFLOAT16, quantised(8), named("int8g64"))
+    for seed in range(1 if smallest else 6):
+        for i, cut in enumerate(pieces[:1] if smallest else pieces):
+            form = formats[(seed + i) % len(formats)]
+            for cache in ("float32", "bfloat16", "int8"):
+                which = FLOAT32 if cache == "float32" else form
+
+                def call(seed=seed, which=which, cache=cache, cut=cut) -> None:  # type: ignore[no-untyped-def]
+                    check(seed, which, cache, cut)
+
+                yield f"program {seed} {which} {cache} {cut}", call
