@@ -39,8 +39,8 @@ def linear(
 
     Quantised panels: x is rounded to int8 with one scale for each 32 values, so that the result is off by at
     most sum |w| * scale / 2. bf16 panels, and quantised ones where many rows are multiplied otherwise
-    (`few_rows_limit` in layout.h): x, and codes times scales, are rounded to bf16 where the processor multiplies
-    pairs of bf16. float32 panels: nothing is rounded.
+    (`few_rows_limit` in layout.h): x, and codes times scales, are rounded to bf16 where the processor
+    multiplies pairs of bf16. float32 panels: nothing is rounded.
 
     Args:
         x: [..., K].
