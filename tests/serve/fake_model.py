@@ -7,6 +7,7 @@ not written changes its logits or raises.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -136,6 +137,19 @@ class FakeRunner:
         for source, target in pairs:
             self.memory[group][target] = self.memory[group][source]
             self.copies += 1
+
+
+class HeldRunner(FakeRunner):
+    """Runs nothing while `let` is clear, so that a test can submit several requests for one step."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.let = threading.Event()
+        self.let.set()
+
+    def run(self, step: Step) -> np.ndarray:
+        assert self.let.wait(100)
+        return super().run(step)
 
 
 class InstantRunner(FakeRunner):

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, FakeRunner, FakeSampling, InstantRunner, SamplingParams, alone, alone_sampled
+from fake_model import (
+    VOCAB,
+    FakeRunner,
+    FakeSampling,
+    HeldRunner,
+    InstantRunner,
+    SamplingParams,
+    alone,
+    alone_sampled,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hasten.base.errors import ConfigError, ContextError, EngineStopped, InputError, QueueFull, ServeError
@@ -31,7 +40,7 @@ class GatedRunner(FakeRunner):
 
     def run(self, step: Step) -> np.ndarray:
         self.entered.release()
-        assert self.gate.acquire(timeout=20)
+        assert self.gate.acquire(timeout=100)
         return super().run(step)
 
     def let(self, steps: int = 1000) -> None:
@@ -39,7 +48,7 @@ class GatedRunner(FakeRunner):
 
     def wait(self) -> None:
         """Until the engine stands inside a step."""
-        assert self.entered.acquire(timeout=20)
+        assert self.entered.acquire(timeout=100)
 
 
 Make = Callable[..., Engine]
@@ -87,7 +96,7 @@ def idle(engine: Engine) -> bool:
 
 
 def soon(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.001)
@@ -110,7 +119,7 @@ def test_a_stream_gives_each_token(make: Make) -> None:
     usage = deltas[-1].usage
     assert usage is not None
     assert usage[:3] == (20, 10, 0)
-    assert 0 <= usage.queue_s <= usage.first_token_s <= usage.total_s < 20
+    assert 0 <= usage.queue_s <= usage.first_token_s <= usage.total_s < 300
     assert all(delta.usage is None and delta.logprobs is None for delta in deltas[:-1])
 
 
@@ -135,7 +144,7 @@ def test_many_threads_get_their_own_answers(make: Make) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert answers == {seed: alone([*prompt(99, 33), *prompt(seed, 5)], 12, [None, 40]) for seed in range(16)}
     assert idle(engine)
     assert engine.stats().prefix_hit_tokens > 0
@@ -250,6 +259,8 @@ def test_speculation_says_the_same_text(make: Make) -> None:
     tokenizer = byte_tokenizer()
     text = "the cat and the dog and the cat and the bird and the dog"
     engine = make(Speaker(tokenizer, text), tokenizer, eos_tokens=(256,), draft_tokens=7)
+    # What is drafted must not depend on how busy the machine is.
+    engine._scheduler.row_cost.share = lambda sequences: 0.1  # type: ignore[method-assign]
     deltas = list(engine.submit(Request(prompt="a", params=SamplingParams())))
     assert "".join(delta.text for delta in deltas) == text
     usage = deltas[-1].usage
@@ -400,7 +411,7 @@ def test_stopping_finishes_what_runs(make: Make) -> None:
         engine.submit(request(1))
     runner.let()
     assert stream.collect()[0].tokens == alone(prompt(0, 20), 5, [None])
-    stopper.join(20)
+    stopper.join(100)
     assert not stopper.is_alive()
 
 
@@ -417,7 +428,7 @@ def test_stopping_ends_what_takes_too_long(make: Make) -> None:
         last = list(stream)[-1]
         assert last.finish_reason == "error"
         assert last.error == "the engine was stopped before the answer was complete"
-    stopper.join(20)
+    stopper.join(100)
     assert idle(engine)
     streams[0].cancel()
     engine.stop()
@@ -448,15 +459,15 @@ class Recorder(Observer):
 
     def started(self, queue_s: float) -> None:
         self.calls["started"] += 1
-        assert 0 <= queue_s < 20
+        assert 0 <= queue_s < 300
 
     def first_token(self, since_submitted_s: float) -> None:
         self.calls["first"] += 1
-        assert 0 < since_submitted_s < 20
+        assert 0 < since_submitted_s < 300
 
     def tokens(self, since_last_s: float, count: int) -> None:
         self.counts.append(count)
-        assert 0 <= since_last_s < 20
+        assert 0 <= since_last_s < 300
 
     def finished(self, reason: str, total_s: float, prompt_tokens: int, completion_tokens: int) -> None:
         self.ends.append((reason, prompt_tokens, completion_tokens))
@@ -495,11 +506,15 @@ def test_an_observer_that_fails_says_so(make: Make) -> None:
 
 
 def test_seeds_give_the_same_whatever_else_runs(make: Make) -> None:
-    engine = make(FakeRunner(groups=[Group(None, 12)]))
+    runner = HeldRunner(groups=[Group(None, 12)])
+    engine = make(runner)
     params = {"temperature": 1.0, "seed": 3, "max_tokens": 40}
     quiet = engine.submit(request(0, 60, **params)).collect()[0].tokens
+    runner.let.clear()
     others = [engine.submit(request(seed, 60, max_tokens=40)) for seed in range(1, 5)]
-    busy = engine.submit(request(0, 60, **params)).collect()[0].tokens
+    stream = engine.submit(request(0, 60, **params))
+    runner.let.set()
+    busy = stream.collect()[0].tokens
     for other in others:
         other.collect()
     assert engine.stats().preemptions > 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fake_model import FakeRunner, logits_of
+from fake_model import HeldRunner, logits_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hasten.serve.engine import Completion, Engine, EngineSettings, Request
@@ -40,18 +39,8 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-class HeldRunner(FakeRunner):
-    """Runs nothing before it is let."""
-
-    let = threading.Event()
-
-    def run(self, step: Step) -> np.ndarray:
-        assert self.let.wait(20)
-        return super().run(step)
-
-
-def build(blocks: int = 64, kind: type[FakeRunner] = FakeRunner, **settings: object) -> Engine:
-    runner = kind(groups=[Group(None, blocks)], vocab_size=VOCAB)
+def build(blocks: int = 64, **settings: object) -> Engine:
+    runner = HeldRunner(groups=[Group(None, blocks)], vocab_size=VOCAB)
     return Engine(runner, byte_tokenizer(), EngineSettings(eos_tokens=(EOS,), **settings))  # type: ignore[arg-type]
 
 
@@ -89,11 +78,11 @@ def test_seeds_give_the_same_alone_and_among_others(options: dict[str, object]) 
     with build() as engine:
         quiet = ask(engine, **params)
     # Drafts, and one block too few for both, so that the younger loses its own.
-    HeldRunner.let.clear()
-    with build(blocks=5, kind=HeldRunner, draft_tokens=4) as engine:
+    with build(blocks=5, draft_tokens=4) as engine:
+        engine.runner.let.clear()  # type: ignore[attr-defined]
         other = engine.submit(Request(prompt(1), params=SamplingParams(max_tokens=40, ignore_eos=True)))
         stream = engine.submit(Request(prompt(0), params=SamplingParams(**params)))  # type: ignore[arg-type]
-        HeldRunner.let.set()
+        engine.runner.let.set()  # type: ignore[attr-defined]
         busy = stream.collect()
         other.collect()
         assert engine.stats().preemptions > 0 or not params["ignore_eos"]
@@ -152,16 +141,19 @@ def test_an_answer_of_a_schema(draft_tokens: int) -> None:
 
 
 def test_a_row_that_is_not_a_number_ends_one_answer() -> None:
-    class Broken(FakeRunner):
+    class Broken(HeldRunner):
         def run(self, step: Step) -> np.ndarray:
             logits = super().run(step)
             if self.steps == 3:
                 logits[1] = np.nan
             return logits
 
-    with Engine(Broken(vocab_size=VOCAB), None, EngineSettings()) as engine:
+    runner = Broken(vocab_size=VOCAB)
+    runner.let.clear()
+    with Engine(runner, None, EngineSettings()) as engine:
         params = SamplingParams(temperature=0, max_tokens=10)
         streams = [engine.submit(Request(prompt(which, 10), params=params)) for which in range(3)]
+        runner.let.set()
         ends = [list(stream)[-1] for stream in streams]
     assert sorted(end.finish_reason or "" for end in ends) == ["error", "length", "length"]
     assert any("NaN" in (end.error or "") for end in ends)
