@@ -14,6 +14,8 @@ from hasten.ops.cases import Case, Inputs
 from hasten.ops.sampling import argmax, reference, sample, table
 from hasten.ops.sampling.reference import Rule
 
+F32 = (torch.float32,)
+
 
 def op_argmax(logits: Tensor) -> Tensor:
     """Of every row."""
@@ -48,9 +50,19 @@ def reference_sample(
     )
 
 
-def plain_sample(logits: Tensor, rules: tuple[Rule, ...]) -> tuple[Tensor, ...]:
+def op_tokens(logits: Tensor, rules: tuple[Rule, ...]) -> Tensor:
+    """The tokens alone, as an engine asks for them."""
+    return sample(logits, *table(rules)).tokens
+
+
+def reference_tokens(logits: Tensor, rules: tuple[Rule, ...]) -> Tensor:
+    """The same, row by row."""
+    return reference_sample(logits, rules)[0]
+
+
+def plain_tokens(logits: Tensor, rules: tuple[Rule, ...]) -> Tensor:
     """The same in float32, as a user would write it: a sort of all logits."""
-    return reference_sample(logits, rules, torch.float32)
+    return reference_sample(logits, rules, torch.float32)[0]
 
 
 def plain_argmax(logits: Tensor) -> Tensor:
@@ -81,9 +93,11 @@ def case(
         rules = tuple(Rule(seed=row, position=3 * row, **numbers, **lists) for row in range(rows))
         return (logits, rules), {}
 
-    plain = plain_sample if benchmark else None
-    dtypes = (torch.float32,)
-    return Case("sample", name, make, op_sample, reference_sample, plain, dtypes=dtypes, benchmark=benchmark)
+    if benchmark:
+        return Case(
+            "sample", name, make, op_tokens, reference_tokens, plain_tokens, dtypes=F32, benchmark=True
+        )
+    return Case("sample", name, make, op_sample, reference_sample, dtypes=F32)
 
 
 def argmax_case(name: str, rows: int, vocab: int, *, ties: bool = False, benchmark: bool = False) -> Case:
@@ -94,8 +108,7 @@ def argmax_case(name: str, rows: int, vocab: int, *, ties: bool = False, benchma
         return (logits.round() if ties else logits,), {}
 
     plain = plain_argmax if benchmark else None
-    dtypes = (torch.float32,)
-    return Case("argmax", name, make, op_argmax, reference_argmax, plain, dtypes=dtypes, benchmark=benchmark)
+    return Case("argmax", name, make, op_argmax, reference_argmax, plain, dtypes=F32, benchmark=benchmark)
 
 
 ALL = ("history", "bias", "mask")
