@@ -151,8 +151,10 @@ def test_ratios_against_every_base(example: report.GenerateReport):
         ("hasten-bf16", [Scored([-0.5, -0.6, -0.5, -0.5], [-0.5] * 4)], [-0.5] * 4, False),
         ("hasten-bf16", [GOOD], [-0.5, -0.9, -0.5, -0.5], False),
         ("hasten-bf16", [GOOD, Scored([-2.0] * 4, [-0.5] * 4)], [-0.5] * 4, False),
-        ("hasten", [Scored([-0.5, -0.6, -0.5, -0.5], [-0.5] * 4)], [-0.9] * 4, True),
-        ("hasten", [Scored([-0.7] * 4, [-0.5] * 4)], [-0.7] * 4, False),
+        ("hasten-int8", [Scored([-0.5, -0.6, -0.5, -0.5], [-0.5] * 4)], [-0.9] * 4, True),
+        ("hasten-int8", [Scored([-0.7] * 4, [-0.5] * 4)], [-0.7] * 4, False),
+        ("hasten", [Scored([-0.5, -0.51, -0.5, -0.5], [-0.5] * 4)], [-0.55] * 4, True),
+        ("hasten", [GOOD], [-0.56] * 4, False),
         ("hasten-fp32", [Scored([-0.51] * 4, [-0.5] * 4)], [-0.51] * 4, False),
     ],
 )
@@ -167,7 +169,7 @@ def test_the_bound_depends_on_the_weights(name: str, scored: list[Scored], own: 
 
 
 def test_bounds_follow_the_format():
-    regrets = [compare.bound(weights).regret for weights in ("float32", "bfloat16", "stored")]
+    regrets = [compare.bound(weights).regret for weights in ("float32", "bfloat16", "int4")]
     assert regrets == sorted(regrets)
     assert math.exp(compare.bound("int4").regret) == pytest.approx(1.05)
 

@@ -37,10 +37,17 @@ def bound(weights: str) -> Bound:
         )
     if weights == "bfloat16":
         return Bound(
-            1e-2,
-            6e-2,
-            "bf16 has 8 significant bits: a logit between 16 and 32 is rounded by up to 0.06, and the best "
-            "token loses to another only where the two are that near",
+            5e-3,
+            4e-2,
+            "bf16 has 8 significant bits; plain PyTorch in bf16 is 1.3e-3 below the best and its "
+            "log-probabilities differ by 9.7e-3 (SmolLM2-135M, 2026-11-29); four times that is allowed",
+        )
+    if weights == "stored":
+        return Bound(
+            5e-3,
+            5e-2,
+            "the file's own weights, inputs rounded to 8 bits: llama.cpp's log-probabilities differ by 1.3e-2 "
+            "(SmolLM2-135M in Q4_1, 2026-11-29); four times that is allowed",
         )
     return Bound(
         math.log(PERPLEXITY_RATIO),

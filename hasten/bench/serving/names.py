@@ -46,6 +46,8 @@ CONTENDERS: dict[str, Kind] = {
         (
             *("llama_cpp.server", "--model", "{model}", "--host", "127.0.0.1", "--port", "{port}"),
             *("--n_ctx", "{context}", "--n_threads", "{threads}", "--n_threads_batch", "{threads}"),
+            # Otherwise a new request cuts short the one that is being answered.
+            *("--interrupt_requests", "false"),
         ),
         {},
         ("llama_cpp", "starlette_context", "sse_starlette", "pydantic_settings", "fastapi", "uvicorn"),
