@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -167,12 +168,16 @@ def check_backward(case: Case, dtype: torch.dtype) -> Report:
 
 @functools.cache
 def all_cases() -> dict[str, list[Case]]:
-    """The cases of every operator, by operator name, from the `cases.py` of every folder of `hasten.ops`."""
+    """The cases of every operator, by operator name, from the `cases.py` of every folder of `hasten.ops`.
+
+    A folder without one defines no operator (panels, programs); its kernels have checks of their own.
+    """
     package = importlib.import_module("hasten.ops")
     cases: dict[str, list[Case]] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        if module.ispkg:
-            for case in importlib.import_module(f"hasten.ops.{module.name}.cases").CASES:
+        name = f"hasten.ops.{module.name}.cases"
+        if module.ispkg and importlib.util.find_spec(name) is not None:
+            for case in importlib.import_module(name).CASES:
                 cases.setdefault(case.operator, []).append(case)
     return cases
 
