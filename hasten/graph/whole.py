@@ -7,7 +7,10 @@ not built (`window_ranges`).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +69,26 @@ def capture_whole(model: Any) -> Whole:
                 with masks_by_name(ids):
                     return model(input_ids=ids, **given).logits  # type: ignore[no-any-return]
 
-            module = trace(run, [ids, positions], known=set(names))
+            with _quiet():
+                module = trace(run, [ids, positions], known=set(names))
             found = _named(module, names)
     finally:
         door.leave()
         model.train(training)
     run_passes(module, _LEVEL, None, gradients=False)
     return Whole(module, tokens, found)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what fake tensors cannot do with a traceback; the error that follows says it in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _settings(accepted: Any, mask: torch.Tensor) -> dict[str, Any]:

@@ -66,7 +66,8 @@ class Evaluator:
         if node not in self._tables:
             size, pieces = self._whole.tokens, []
             for start in range(0, self._context_tokens, size):
-                positions = torch.arange(start, start + size)[None]
+                # Rows behind the last position are cut off; learned positions have no more.
+                positions = torch.arange(start, start + size).clamp(max=self._context_tokens - 1)[None]
                 held = self._run(node, dict(self._values), positions)
                 pieces.append(held.to(torch.float32).movedim(tokens_dim, 0).reshape(size, -1))
             self._tables[node] = torch.cat(pieces)[: self._context_tokens].contiguous()

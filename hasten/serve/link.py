@@ -240,7 +240,7 @@ def plan_arena(
 
 
 def _aligned(floats: int) -> Tensor:
-    """Zeros at an address that is a multiple of 64 bytes, whose pages are taken when they are first written."""
+    """Zeros at a multiple of 64 bytes, whose pages are taken when they are first written."""
     held = torch.from_numpy(np.zeros(floats + _LANES, np.float32))
     skip = -(held.data_ptr() // 4) % _LANES
     return held[skip : skip + floats]

@@ -258,7 +258,9 @@ class _Lowering:
 
     def _view(self, node: fx.Node, args: list[Any]) -> _Value | list[_Value]:
         source = self._value(args[0])
-        result = node.target(source.meta, *args[1:])  # type: ignore[operator]
+        if is_call(node, aten.expand_as):
+            return _Value(source.kind, source.index, source.meta.expand(shape_of(node)))
+        result = node.target(source.meta, *node.args[1:], **node.kwargs)  # type: ignore[operator]
         if isinstance(result, (tuple, list)):
             return [_Value(source.kind, source.index, meta) for meta in result]
         return _Value(source.kind, source.index, result)
@@ -575,7 +577,7 @@ _ATEN_KINDS = {
 _SAME = ("to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias", "dropout", "lift_fresh_copy")
 _VIEWED = (
     "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "split", "chunk",
-    "unbind", "split_with_sizes", "narrow", "movedim", "swapaxes",
+    "unbind", "split_with_sizes", "expand_as", "narrow", "movedim", "swapaxes",
 )  # fmt: skip
 _HANDLERS: dict[str, Callable[[_Lowering, fx.Node, list[Any]], Any]] = {
     **dict.fromkeys((f"aten.{name}" for name in _SAME), _Lowering._same),

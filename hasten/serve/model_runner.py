@@ -6,6 +6,7 @@ its last cache has not seen. So sharing, forks and preemption work as they do ov
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,9 @@ class ModelRunner:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.context_tokens, self.step_tokens, self.step_logits = context_tokens, step_tokens, step_logits
         self.groups = (Group(None, blocks),)
+        # transformers renames the argument in 5.x; the old name warns where the new one is there.
+        accepted = inspect.signature(type(model).forward).parameters
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         self._held = np.zeros((blocks, BLOCK_TOKENS), np.int32)
         self._caches: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         """Tokens -> the cache after them, the latest last."""

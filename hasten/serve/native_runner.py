@@ -40,7 +40,7 @@ class NativeRunner:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[dict[str, float]]:
-        """Seconds by operation of all steps inside, filled when it ends; waiting for other threads included."""
+        """Seconds by operation of all steps inside, filled when it ends; waiting for threads included."""
         instructions, found = self._linked.ordered, {}
         self._times = torch.zeros(len(instructions), dtype=torch.float64)
         try:

@@ -187,7 +187,7 @@ def _pack(
 
 
 def _planned(path: Any, budget: str, screen: Screen) -> tuple[Any, Any]:
-    """The plan of a budget, from a short calibration on the open model, and a source that holds that model."""
+    """The plan of a budget, from a short calibration, and a source that holds the open model."""
     from hasten.models import open_model
     from hasten.serve.calibrate import calibrate
     from hasten.serve.gate import default_text, text_chunks

@@ -1,4 +1,4 @@
-"""Linking: barriers where another thread's work is read, an arena without two lives in one place, all threads."""
+"""Linking: barriers where another thread's work is read, and an arena without two lives in one place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.serve.native_runner import NativeRunner
 from hasten.serve.program import Program
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
-import program_checks  # noqa: E402
+import program_checks
 
 needs_kernels = pytest.mark.skipif(native.state().level is None, reason=native.state().reason)
 
@@ -56,7 +56,7 @@ def test_same_bits_in_every_run() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("few", [True, False])
 def test_no_instruction_reads_what_another_thread_may_still_write(seed: int, few: bool) -> None:
-    """Told again from the instructions: between a write by panels or heads and its reading stands a barrier."""
+    """Told again from the instructions: a barrier stands between a write by panels or heads and its reading."""
     builder, program = program_of(seed)
     instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
     meets = barriers(instructions, few)

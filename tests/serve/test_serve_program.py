@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from programs import ByHand, logits_of, program_of, runner_of
+from programs import CONTEXT, ByHand, logits_of, program_of, runner_of
 
+from hasten.base.errors import CaptureError
 from hasten.models import tiny_model
 from hasten.ops import native
+from hasten.serve.model_runner import ModelRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+from unlisted import unlisted_model
 
 pytestmark = pytest.mark.skipif(native.state().level is None, reason=native.state().reason)
 
@@ -81,3 +89,56 @@ def test_the_order_of_roots_in_the_arena_overlaps_no_life():
     program = program_of(tiny_model("llama").eval())
     assert len(program.layers) == 3
     assert program.windows() == (0,)
+
+
+FURTHER = (
+    "olmo2", "stablelm", "cohere", "granite", "starcoder2", "gemma", "glm4", "gptj", "codegen", "llama_bias",
+    "exaone4", "nemotron", "gpt_neox_japanese", "xglm", "nanochat", "helium",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_families_without_a_list_of_their_own(name: str):
+    torch.manual_seed(0)
+    model = unlisted_model(name).eval()
+    tokens = tokens_of(50)
+    expected, found = logits_of(model, tokens), ByHand(runner_of(model)).feed({0: tokens})
+    assert np.abs(found - expected).max() <= 2e-5 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("mpt", "masked_fill"), ("falcon", "index"), ("mixtral", "traced"), ("deepseek_v3", "new_empty")],
+)
+def test_what_has_no_instruction_is_named(name: str, what: str, capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(CaptureError, match=what):
+        program_of(unlisted_model(name).eval())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mpt", "mixtral"])
+def test_a_model_without_a_program_is_served_by_its_own_forward(name: str):
+    torch.manual_seed(0)
+    model = unlisted_model(name).eval()
+    runner = ModelRunner(model, CONTEXT, 64, 128, 128)
+    tokens = tokens_of(40)
+    expected = logits_of(model, tokens)
+    by_hand = ByHand(runner, 2)
+    found = [by_hand.feed({0: tokens[:33], 1: tokens[:5]})[:33], by_hand.feed({0: tokens[33:]})]
+    assert np.abs(np.concatenate(found) - expected).max() <= 1e-5
+    # What the second sequence holds was not touched by the first.
+    assert np.abs(by_hand.feed({1: tokens[5:]}) - expected[5:]).max() <= 1e-5
+
+
+def test_a_row_does_not_depend_on_what_else_is_in_the_step():
+    torch.manual_seed(0)
+    runner = runner_of(tiny_model("llama").eval(), cache="bfloat16")
+    prompts = {s: tokens_of(length, s) for s, length in enumerate((150, 7, 40))}
+    alone = ByHand(runner)
+    alone.feed({0: prompts[0]}, every=False)
+    expected = alone.feed({0: [9]})
+    together = ByHand(runner, 3)
+    for sequence, prompt in prompts.items():
+        together.feed({sequence: prompt}, every=False)
+    found = together.feed({2: [9], 0: [9], 1: [9]})
+    assert np.array_equal(found[1], expected[0])

@@ -57,15 +57,6 @@ char* scratch_of_thread(int64_t bytes) {
     return (char*)((uintptr_t(memory.data()) + 63) / 64 * 64);
 }
 
-// Parts of the keys so that each thread has four units of work or so, all the same number, and a part four
-// blocks of keys.
-int64_t parts_of(int64_t units, int64_t threads, int64_t longest) {
-    const int64_t most = longest / (4 * BLOCK_TOKENS);
-    int64_t parts = (4 * threads + units - 1) / units;
-    while (parts < most && units * parts % threads) parts++;
-    return std::min(parts, most);
-}
-
 // Tiles in an order in which threads that take equal runs of them get equal work: the tiles of a sequence
 // grow with their place in it.
 void deal(std::vector<int32_t>& sequences, std::vector<int32_t>& firsts, int64_t hands) {
@@ -150,13 +141,8 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
     s.tiles = int64_t(tile_sequence.size());
 
     int64_t scratch = 0, partial = 0;
-    s.parts = 1;
-    for (int64_t i = 0; i < p.count; i++)
-        if (p.instructions[i].op == Op::attend) {
-            // Few tiles: the keys of each are shared out.
-            const int64_t units = s.tiles * p.layers[p.instructions[i].i[0]].heads;
-            if (units < 4 * threads) s.parts = std::max(s.parts, parts_of(units, threads, longest));
-        }
+    const int64_t part_tokens = PART_BLOCKS * BLOCK_TOKENS;
+    s.parts = s.tile_tokens > 1 ? 1 : (longest + part_tokens - 1) / part_tokens;
     for (int64_t i = 0; i < p.count; i++) {
         const Instruction& in = p.instructions[i];
         const bool attention = is_attention(in.op);

@@ -10,6 +10,8 @@
 namespace hasten {
 
 constexpr int64_t BLOCK_TOKENS = 32;
+// Where each sequence has one row, its keys are shared out in parts of so many blocks.
+constexpr int64_t PART_BLOCKS = 4;
 
 // In the order of `OPCODES` in __init__.py.
 enum class Op : int64_t {

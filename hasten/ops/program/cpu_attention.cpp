@@ -136,9 +136,12 @@ struct Tile {
         M = tokens * (in.n0 / c.heads);
         const int64_t window = in.i[3], last = s.positions[first + tokens - 1];
         const int64_t oldest = window ? std::max<int64_t>(0, s.positions[first] - window + 1) : 0;
-        const int64_t from = oldest / T, blocks = last / T + 1 - from;
-        begin = from + blocks * part / s.parts;
-        end = from + blocks * (part + 1) / s.parts;
+        begin = oldest / T;
+        end = last / T + 1;
+        if (s.tile_tokens > 1) return;
+        // A part is the same keys whatever else is in the step, so that a sequence's result is, too.
+        begin = std::max(begin, part * PART_BLOCKS);
+        end = std::min(end, (part + 1) * PART_BLOCKS);
     }
 };
 
