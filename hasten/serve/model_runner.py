@@ -61,8 +61,8 @@ class ModelRunner:
         begin = start if cache is not None else 0
         with torch.inference_mode():
             out = self._model(input_ids=torch.tensor([tokens[begin:]]), past_key_values=cache, use_cache=True)
-        if out.past_key_values is not None:
-            self._caches[tuple(tokens)] = out.past_key_values
+        if (kept := getattr(out, self._cache_name, None)) is not None:
+            self._caches[tuple(tokens)] = kept
         while len(self._caches) > _KEPT_CACHES:
             self._caches.popitem(last=False)
         return out.logits[0, start - begin :].float().numpy()  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Checks of the native program for this process's level: programs made by hand against their meaning.
 
-`level_suite.py` and `tests/serve/test_serve_link.py` run them. No model and no capture: every instruction occurs,
-with sizes that are no multiple of anything.
+`level_suite.py` and `tests/serve/test_serve_link.py` run them. No model and no capture: every instruction
+occurs, with sizes that are no multiple of anything.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ class Builder:
         heads, kv, D, Dv, turned = shape
         odd = self.seed % 2
         normed = self.root(HIDDEN)
-        self.emit("norm", 1, HIDDEN, normed, a=x, b=self.vector(HIDDEN), c=self.vector(HIDDEN) if odd else None,
-                  ints=(odd,), floats=(1e-5, 0.0 if odd else 1.0))  # fmt: skip
+        self.emit(
+            "norm", 1, HIDDEN, normed, a=x, b=self.vector(HIDDEN), c=self.vector(HIDDEN) if odd else None,
+            ints=(odd,), floats=(1e-5, 0.0 if odd else 1.0),
+        )  # fmt: skip
         q, k = self.linear(normed, heads * D, HIDDEN), self.linear(normed, kv * D, HIDDEN, bias=True)
         # The values come as a part of a wider product, one head after another with a gap.
         wide = self.linear(normed, kv * (Dv + 3), HIDDEN)
@@ -92,16 +94,20 @@ class Builder:
         cos, sin = self.table(turned), self.table(turned)
         turned_q, turned_k = self.root(heads * D), self.root(kv * D)
         for source, to, count in ((q, turned_q, heads), (k, turned_k, kv)):
-            self.emit("rotary", count, D, Ref("root", to.index, 0, D), a=Ref("root", source.index, 0, D), b=cos,
-                      c=sin, ints=(turned, odd))  # fmt: skip
+            self.emit(
+                "rotary", count, D, Ref("root", to.index, 0, D), a=Ref("root", source.index, 0, D), b=cos,
+                c=sin, ints=(turned, odd),
+            )  # fmt: skip
         self.layers.append(Layer(kv, D, Dv, window))
         at = len(self.layers) - 1
         self.emit("store", kv, D, a=Ref("root", turned_k.index, 0, D), b=v, ints=(at, Dv))
         mixed = self.root(heads * Dv)
         extras = {"b": self.vector(heads)} if odd else {"c": self.vector(heads)}
         for op in ("attend", "merge"):
-            self.emit(op, heads, D, Ref("root", mixed.index, 0, Dv), a=Ref("root", turned_q.index, 0, D), **extras,
-                      ints=(at, Dv, kv, window), floats=(D**-0.5, 2.0 * odd))  # fmt: skip
+            self.emit(
+                op, heads, D, Ref("root", mixed.index, 0, Dv), a=Ref("root", turned_q.index, 0, D),
+                **extras, ints=(at, Dv, kv, window), floats=(D**-0.5, 2.0 * odd),
+            )  # fmt: skip
         x = self.pointwise("binary", HIDDEN, x, self.linear(mixed, HIDDEN, heads * Dv), ints=(0,))
         gate, up = self.linear(x, INNER, HIDDEN, bias=bool(odd)), self.linear(x, INNER, HIDDEN)
         inner = self.pointwise("gated", INNER, gate, up, ints=(self.seed % len(KINDS),))

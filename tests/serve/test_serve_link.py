@@ -56,7 +56,7 @@ def test_same_bits_in_every_run() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("few", [True, False])
 def test_no_instruction_reads_what_another_thread_may_still_write(seed: int, few: bool) -> None:
-    """Told again from the instructions: a barrier stands between a write by panels or heads and its reading."""
+    """Told again from the instructions: a barrier stands between a write by panels and its reading."""
     builder, program = program_of(seed)
     instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
     meets = barriers(instructions, few)
