@@ -73,10 +73,18 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
     return list(found.values())
 
 
-def calibrate(model: Any, chunks: Sequence[Tensor], moments_bytes: int = _MOMENTS_BYTES) -> Calibration:
-    """Runs a transformers model forward and back over token sequences (int64 [T] each).
+def calibrate(
+    model: Any,
+    chunks: Sequence[Tensor],
+    *,
+    gradient_chunks: int = 4,
+    moments_bytes: int = _MOMENTS_BYTES,
+) -> Calibration:
+    """Runs a transformers model forward over token sequences (int64 [T] each), and back over the first ones.
 
-    `moments_bytes`: of all [K, K] moments together; matrices beyond it keep the diagonal.
+    Args:
+        gradient_chunks: how many are run back. Moments of inputs need more tokens than mean squares.
+        moments_bytes: of all [K, K] moments together; matrices beyond it keep the diagonal.
 
     The model's parameters, their gradients, its mode and the random state are left as they were. Raises
     InputError where there are no tokens.
@@ -92,9 +100,12 @@ def calibrate(model: Any, chunks: Sequence[Tensor], moments_bytes: int = _MOMENT
         for key, module in layers.items():
             hooks.enter_context(_removed(module.register_forward_hook(sums.linear(names[key]))))
         hooks.enter_context(_removed(embedding.register_forward_hook(sums.embedding)))
-        for chunk in chunks:
-            with torch.enable_grad():
+        for number, chunk in enumerate(chunks):
+            back = number < max(1, gradient_chunks)
+            with torch.set_grad_enabled(back):
                 logits = model(input_ids=chunk.unsqueeze(0), use_cache=False).logits[0].float()
+                if not back:
+                    continue
                 drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
                 torch.nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()
     return sums.result(matrices_of(model))
@@ -109,6 +120,7 @@ class _Sums:
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
         self._entered: Tensor | None = None
+        self._back = 0
         # Projections of one input are called after each other: the first of them keeps the moments.
         self._owner: dict[str, str] = {}
         self._last: tuple[Tensor | None, str] = (None, "")
@@ -128,6 +140,9 @@ class _Sums:
     def embedding(self, module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         ids = args[0].reshape(-1)
         self._seen += torch.bincount(ids, minlength=self._seen.numel())
+        if not torch.is_grad_enabled():
+            return y
+        self._back += len(ids)
         rows, values = module.weight.detach()[ids].double(), y.detach().reshape(len(ids), -1).double()
         # Some models scale what they look up: the gradient by the stored row is larger by that.
         scale = float((rows * values).sum() / rows.square().sum().clamp_min(1e-30))
@@ -136,12 +151,12 @@ class _Sums:
         return leaf
 
     def result(self, matrices: Sequence[Matrix]) -> Calibration:
-        tokens = int(self._seen.sum())
+        tokens, back = int(self._seen.sum()), max(1, self._back)
         found = Calibration(tokens)
         for matrix in matrices:
             if matrix.role == "embedding":
                 if self._entered is not None:
-                    found.moments[matrix.name] = self._entered / tokens
+                    found.moments[matrix.name] = self._entered / back
                     found.outputs[matrix.name] = ((self._seen + 1) / (tokens + self._seen.numel())).float()
                 continue
             moments = self._inputs.get(self._owner.get(matrix.name, ""))
@@ -150,10 +165,10 @@ class _Sums:
             moments = moments / tokens
             if matrix.role == "tied" and self._entered is not None:
                 # A row counts as often as it is looked up and as it is predicted, nearly the same.
-                extra = self._entered / tokens
+                extra = self._entered / back
                 moments = moments + (extra if moments.dim() == 1 else extra.diag())
             found.moments[matrix.name] = moments
-            found.outputs[matrix.name] = self._outputs[matrix.name] / tokens
+            found.outputs[matrix.name] = self._outputs[matrix.name] / back
         return found
 
     def _add_input(self, name: str, rows_TK: Tensor) -> None:

@@ -32,20 +32,21 @@ BUDGETS: dict[str, float | str] = {
 
 LADDER: tuple[str, ...] = (
     "int3g128",
+    "int3g128m",
     "int3g64",
-    "int3",
+    "int3g64m",
     "int3m",
-    "int4g128",
+    "int4g128m",
     "int4g64",
-    "int4",
+    "int4g64m",
     "int4m",
     "int5g64",
-    "int5",
+    "int5m",
     "int6g64",
     "int8g64",
     "bfloat16",
 )
-"""Formats that a mixed plan chooses from."""
+"""Formats that a mixed plan chooses from. At equal bits minima do better than smaller groups without."""
 
 # Rows whose error stands for a matrix's.
 _SAMPLE_ROWS = 64

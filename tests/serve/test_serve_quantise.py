@@ -140,6 +140,12 @@ def test_calibration_is_of_the_inputs_and_leaves_the_model_alone(llama: Any) -> 
     assert all(found.moments[name].shape == (64, 64) for name in names)
     torch.testing.assert_close(found.moments[names[0]], found.moments[names[2]])
     assert found.moments.keys() == found.outputs.keys() == {m.name for m in matrices_of(llama)}
+    first = calibrate(llama, CHUNKS[:1])
+    part = calibrate(llama, CHUNKS, gradient_chunks=1)
+    for name in found.moments:
+        torch.testing.assert_close(part.outputs[name], first.outputs[name])
+        if name != "model.embed_tokens.weight":
+            torch.testing.assert_close(part.moments[name], found.moments[name])
     small = calibrate(llama, CHUNKS, moments_bytes=0)
     assert all(moments.dim() == 1 for moments in small.moments.values())
     torch.testing.assert_close(
