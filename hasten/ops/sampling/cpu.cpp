@@ -215,8 +215,13 @@ struct Row {
         }
         Last last{-INF, 0};
         if (nucleus) last = shortest_run(list, list.weight, wanted);
-        for (int64_t i = 0; i < list.n; i++)
-            if (!is_kept(list, i, last) || double(list.value[i]) < lowest) list.weight[i] = 0;
+        float least = float(std::max(lowest, double(-FLT_MAX)));
+        if (double(least) < lowest) least = std::nextafter(least, INF);
+        for (int64_t i = 0; i < list.n; i++) {
+            const float v = list.value[i];
+            const bool kept = (v > last.value) | ((v == last.value) & (i <= last.place));
+            list.weight[i] = kept & (v >= least) ? list.weight[i] : 0.0f;
+        }
         return draw_from_list();
     }
 

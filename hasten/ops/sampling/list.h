@@ -128,20 +128,47 @@ inline uint64_t key_of(float value, int32_t place) {
 inline Last shortest_run(const List& list, const float* weight, double wanted) {
     int32_t* place = list.places;
     int64_t n = list.n;
-    for (int64_t i = 0; i < n; i++) place[i] = int32_t(i);
     float low = list.low, high = list.high;
+    const auto weight_of = [&](int64_t i) { return weight ? double(weight[i]) : 1.0; };
+    // Counted down to the bucket in which the run ends; false if it never does.
+    double sums[BUCKETS];
+    const auto find = [&](int64_t& b) {
+        b = 0;
+        while (b < BUCKETS && sums[b] < wanted) wanted -= sums[b++];
+        return b < BUCKETS;
+    };
+    bool listed = false;  // place holds those of n entries, else they are 0, 1, .. n - 1
+    if (const float scale = BUCKETS / (high - low); n > SORT && scale > 1e-30f && scale < 1e30f) {
+        each_vector(n, [&](int64_t i, auto lanes) {
+            VI b = __builtin_convertvector((splat(high) - get(list.value + i, lanes)) * scale, VI);
+            b = b < int32_t(BUCKETS - 1) ? b : splat_int(BUCKETS - 1);
+            std::memcpy(place + i, &b, size_t(int(lanes)) * sizeof(int32_t));
+        });
+        std::fill(sums, sums + BUCKETS, 0.0);
+        for (int64_t i = 0; i < n; i++) sums[place[i]] += weight_of(i);
+        int64_t b;
+        if (!find(b)) return {-INF, 0};
+        int64_t kept = 0;
+        low = INF, high = -INF;
+        for (int64_t i = 0; i < n; i++) {
+            if (place[i] != b) continue;
+            place[kept++] = int32_t(i);
+            low = std::min(low, list.value[i]), high = std::max(high, list.value[i]);
+        }
+        n = kept, listed = true;
+    }
+    if (!listed)
+        for (int64_t i = 0; i < n; i++) place[i] = int32_t(i);
     while (n > SORT && low < high) {
-        double sums[BUCKETS] = {};
+        // In double, for ranges that end at the largest numbers or hold the smallest alone.
         const double scale = BUCKETS / (double(high) - low);
         const auto bucket = [&](float v) {
             return std::min(BUCKETS - 1, int64_t((double(high) - double(v)) * scale));
         };
-        for (int64_t i = 0; i < n; i++) {
-            sums[bucket(list.value[place[i]])] += weight ? weight[place[i]] : 1.0;
-        }
-        int64_t b = 0;
-        while (b < BUCKETS && sums[b] < wanted) wanted -= sums[b++];
-        if (b == BUCKETS) return {-INF, 0};
+        std::fill(sums, sums + BUCKETS, 0.0);
+        for (int64_t i = 0; i < n; i++) sums[bucket(list.value[place[i]])] += weight_of(place[i]);
+        int64_t b;
+        if (!find(b)) return {-INF, 0};
         int64_t kept = 0;
         float least = INF, most = -INF;
         for (int64_t i = 0; i < n; i++) {
@@ -160,7 +187,7 @@ inline Last shortest_run(const List& list, const float* weight, double wanted) {
     }
     double mass = 0;
     for (int64_t i = 0; i < n; i++) {
-        mass += weight ? weight[place[i]] : 1.0;
+        mass += weight_of(place[i]);
         if (mass >= wanted) return {list.value[place[i]], place[i]};
     }
     return {-INF, 0};
