@@ -10,13 +10,15 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from http_world import CHATML, END, MODEL, World, serving, until
+from http_world import END, MODEL, World, serving, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hasten.base.errors import ConfigError
 from hasten.serve.engine import EngineSettings
 from hasten.serve.http.limits import HttpSettings, Limits
+from hasten.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "say ok"}]}
 
@@ -126,6 +128,26 @@ def test_bodies_that_are_no_request(world: World, path: str, body: bytes) -> Non
     response = post(world, path, body)
     assert response.status_code == 400
     error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [True] * 9_000}),
+        ("/v1/completions", {"prompt": [[True]] * 9_000}),
+        ("/v1/embeddings", {"input": [1.5] * 9_000}),
+        ("/v1/chat/completions", {"messages": [1] * 9_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 9_000}]}),
+        ("/v1/chat/completions", CHAT | {"logit_bias": dict.fromkeys(map(str, range(9_000)), "x")}),
+        ("/v1/chat/completions", CHAT | {"tools": [1] * 9_000}),
+    ],
+)
+def test_many_faults_make_few_complaints(path: str, body: dict[str, Any]) -> None:
+    """A complaint about each of 9,000 items, or a million, would take seconds in which nobody is served."""
+    kind = {"/v1/completions": CompletionBody, "/v1/embeddings": EmbeddingBody}.get(path, ChatBody)
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(body))
+    assert caught.value.error_count() <= 3
 
 
 def test_paths_and_methods(world: World) -> None:
@@ -406,4 +428,3 @@ def test_after_all_that_the_server_answers(world: World) -> None:
     assert world.idle()
     assert post(world, "/v1/chat/completions", CHAT).json()["choices"][0]["message"]["content"] == "ok"
     assert world.http.get("/health").json() == {"status": "ok"}
-    assert CHATML in world.state.text.template._texts.values()

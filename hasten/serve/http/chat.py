@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -39,14 +40,15 @@ async def chat(state: State, body: ChatBody, http: HttpRequest) -> Response:
 
 
 async def _start(state: State, model: TextModel, body: ChatBody, http: HttpRequest) -> _Answer:
-    if model.template is None:
+    template = model.template
+    if template is None:
         raise bad_request(
             f"{model.id!r} has no chat template; use /v1/completions, or start the server with "
             "--chat-template FILE",
             "messages",
             "no_chat_template",
         )
-    prompt = await encode(model, render_prompt(body, model.template), add_special_tokens=False)
+    prompt = await asyncio.to_thread(lambda: encode(model, render_prompt(body, template), False))
     most_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = room(
         model, len(prompt), body.most_tokens, None, most_name if body.most_tokens else "messages"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -43,7 +44,7 @@ async def _start(state: State, model: TextModel, body: CompletionBody, http: Htt
     requests, echoes = [], []
     for place, prompt in enumerate(prompts):
         where = "prompt" if len(prompts) == 1 else f"prompt[{place}]"
-        tokens = await encode(model, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        tokens = await asyncio.to_thread(encode, model, prompt, True) if isinstance(prompt, str) else prompt
         if not tokens:
             raise bad_request(f"{where} is empty", where)
         check_tokens(model, tokens, where)

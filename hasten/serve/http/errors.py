@@ -98,5 +98,9 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _given(value: Any) -> str:
-    text = repr(value)
-    return f", got {text}" if len(text) <= 80 else f", got {type(value).__name__} {text[:60]}..."
+    """What was given, where it can be shown; a whole list or object can be megabytes."""
+    if isinstance(value, list | dict):
+        return ""
+    if isinstance(value, str) and len(value) > 60:
+        return f", got {value[:60]!r}..."
+    return f", got {value!r}"

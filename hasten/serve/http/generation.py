@@ -17,9 +17,6 @@ from hasten.serve.stream import Delta, Request, Stream
 if TYPE_CHECKING:
     from hasten.serve.stream import Usage
 
-# Encoding and compiling below this length are done at once; above it another thread does them.
-_INLINE_CHARACTERS = 4000
-
 SAMPLED = (
     "temperature",
     "top_p",
@@ -35,13 +32,9 @@ SAMPLED = (
 )
 
 
-async def encode(model: TextModel, text: str, add_special_tokens: bool) -> list[int]:
-    """Tokens of a text, off the event loop where it is long."""
-
-    def run() -> list[int]:
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    return run() if len(text) <= _INLINE_CHARACTERS else await asyncio.to_thread(run)
+def encode(model: TextModel, text: str, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text. For another thread than the event loop's: texts can be long."""
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def check_tokens(model: TextModel, tokens: Sequence[int], param: str) -> None:

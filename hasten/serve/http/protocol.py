@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 
 from hasten.base.errors import nearest
 from hasten.serve.http.errors import bad_request, from_validation
 from hasten.serve.http.limits import Limits
 
+
+class _FirstFault(FailFast):
+    """Of a list: stop at its first fault. A body of megabytes would else cost seconds in complaints.
+
+    Hashable, as members of a union must be.
+    """
+
+    __hash__ = object.__hash__
+
+
+FIRST_FAULT = _FirstFault()
 _SEED = 2**63
-Model = Annotated[str, Field(max_length=512)]
+_MOST_BIASES = 4096
+Name = Annotated[str, Field(max_length=512)]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -26,13 +38,35 @@ def _one_or_many(value: Any) -> Any:
     raise ValueError("must be a string or a list of strings")
 
 
+def _texts_or_tokens(value: Any) -> list[Any]:
+    """Texts and lists of token ids, one entry for each; a single one may stand alone."""
+    kinds = "must be a string, a list of strings, a list of token ids, or a list of such lists"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(kinds)
+    if value and all(type(item) is int for item in value):
+        return [value]
+    for index, item in enumerate(value):
+        is_tokens = isinstance(item, list) and all(type(token) is int for token in item)
+        if not isinstance(item, str) and not is_tokens:
+            raise ValueError(f"{kinds}; number {index} is none of them")
+    return value
+
+
 def _numbers_by_token(value: Any) -> Any:
     """JSON keys are strings; a token id is a number."""
     if not isinstance(value, dict):
         return value
+    if len(value) > _MOST_BIASES:
+        raise ValueError(f"at most {_MOST_BIASES} tokens, got {len(value)}")
     if not all(isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 for key in value):
         raise ValueError("keys must be token ids")
     return {int(key): number for key, number in value.items()}
+
+
+TextsOrTokens = Annotated[Any, PlainValidator(_texts_or_tokens)]
+"""As a list with an entry for each: str, or list[int]."""
 
 
 class Body(BaseModel):
@@ -47,7 +81,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What both kinds of completion share: OpenAI's fields, then the common ones of open servers."""
 
-    model: Model | None = None
+    model: Name | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -72,7 +106,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FIRST_FAULT] | None = None
 
     def check(self, limits: Limits) -> None:
         """What bounds and combinations say; raises a 400."""
@@ -134,9 +168,9 @@ class Part(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], FIRST_FAULT] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_FAULT] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -158,12 +192,12 @@ class ResponseFormat(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_FAULT] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FIRST_FAULT] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -173,7 +207,7 @@ class ChatBody(GenerationBody):
     functions: Any = None
     function_call: Any = None
     metadata: Any = None
-    modalities: list[str] | None = None
+    modalities: Any = None
     moderation: Any = None
     prediction: Any = None
     prompt_cache_key: str | None = None
@@ -235,7 +269,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field("", union_mode="left_to_right")
+    prompt: TextsOrTokens = ""
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
@@ -263,11 +297,9 @@ class CompletionBody(GenerationBody):
 
     def prompts(self, limits: Limits) -> list[str | list[int]]:
         """One entry for each prompt: text, or token ids."""
-        given = self.prompt
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts: list[Any] = [given] if single else list(given)
+        prompts: list[str | list[int]] = self.prompt
         if not prompts:
-            raise bad_request("prompt: the list is empty", "prompt")
+            raise bad_request("prompt is empty", "prompt")
         if len(prompts) * (self.n or 1) > limits.choices:
             raise bad_request(
                 f"prompt: prompts times n is at most {limits.choices}, got {len(prompts) * (self.n or 1)}",
@@ -279,18 +311,16 @@ class CompletionBody(GenerationBody):
 class EmbeddingBody(Body):
     """`POST /v1/embeddings`."""
 
-    model: Model | None = None
-    input: str | list[str] | list[int] | list[list[int]] = Field(union_mode="left_to_right")
+    model: Name | None = None
+    input: TextsOrTokens
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     user: str | None = None
 
     def inputs(self, limits: Limits) -> list[str | list[int]]:
-        given = self.input
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        inputs: list[Any] = [given] if single else list(given)
+        inputs: list[str | list[int]] = self.input
         if not inputs:
-            raise bad_request("input: the list is empty", "input")
+            raise bad_request("input is empty", "input")
         if len(inputs) > limits.inputs:
             raise bad_request(f"input: at most {limits.inputs} texts, got {len(inputs)}", "input")
         for index, item in enumerate(inputs):
