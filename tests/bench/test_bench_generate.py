@@ -120,8 +120,13 @@ class FakeEngine:
 
     def __init__(self, spec: Spec) -> None:
         self.about = About(80, "a fake")
+        self.prepared: list[int] = []
+
+    def prepare(self, prompts: list[list[int]], new_tokens: int) -> None:
+        self.prepared.append(len(prompts))
 
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
+        assert len(prompts) == 1 or len(prompts) in self.prepared
         begin = time.perf_counter()
         return [
             Answer(

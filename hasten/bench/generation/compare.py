@@ -46,7 +46,7 @@ def bound(weights: str) -> Bound:
         return Bound(
             5e-3,
             5e-2,
-            "the file's own weights, inputs rounded to 8 bits: llama.cpp's log-probabilities differ by 1.3e-2 "
+            "the file's own weights, inputs in 8 bits: llama.cpp's log-probabilities differ by 1.3e-2 "
             "(SmolLM2-135M in Q4_1, 2026-11-29); four times that is allowed",
         )
     return Bound(

@@ -54,6 +54,11 @@ class Transformers:
             compiled._compile_all_devices = True
             self._settings = {"cache_implementation": "static", "compile_config": compiled}
 
+    def prepare(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """Compiles for this number of prompts."""
+        if self._settings:
+            self.answer([[1] * len(prompt) for prompt in prompts], new_tokens, logprobs=False)
+
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
         """See `Engine`."""
         torch = self._torch
@@ -121,6 +126,9 @@ class Hasten:
         self._errors: list[str] = []
         self._request: Any = Request
         self._params: Any = SamplingParams
+
+    def prepare(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """Nothing: requests come and go."""
 
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
         """See `Engine`."""

@@ -44,6 +44,10 @@ class LlamaCpp:
         self._sequences = 0
         self._open(1)
 
+    def prepare(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """A context for so many sequences."""
+        self._open(len(prompts))
+
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
         """See `Engine`. Prompts one after the other, then a step for all sequences at a time."""
         self._open(len(prompts))

@@ -45,6 +45,7 @@ def run(spec: Spec, emit: Emit) -> dict[str, Any]:
 
     streams = []
     for group in spec.streams:
+        engine.prepare(group, spec.new_tokens)
         begin = time.perf_counter()
         together = engine.answer(group, spec.new_tokens, logprobs=False)
         answers += together

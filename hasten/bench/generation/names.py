@@ -108,6 +108,10 @@ class Engine(Protocol):
 
     about: About
 
+    def prepare(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """Whatever is needed once before so many prompts are answered together; it is not timed."""
+        ...
+
     def answer(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> list[Answer]:
         """Answers to prompts of one length, all together.
 
