@@ -95,19 +95,20 @@ def generate(
     )
     gate = checked(served, model, max_perplexity_ratio, screen) if check else None
     words = served.words
-    chat = bool(words.chat_template) and not raw
+    template = None if raw else words.chat_template
+    chat = bool(template)
     if system is not None and not chat:
         raise InputError(
             "a system message needs a chat template, which this model has not or --raw turns off"
         )
-    if chat:
+    if template:
         from hasten.serve.http.template import ChatTemplate
 
         messages = [
             *([{"role": "system", "content": system}] if system else []),
             {"role": "user", "content": text},
         ]
-        text = ChatTemplate(words.chat_template, words.special_tokens).render(messages)
+        text = ChatTemplate(template, words.special_tokens).render(messages)
     with engine:
         stream = engine.submit(Request(prompt=text, params=params, add_special_tokens=not chat))
         pieces: list[str] = []

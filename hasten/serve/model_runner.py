@@ -60,7 +60,8 @@ class ModelRunner:
         cache = self._caches.pop(known, None)
         begin = start if cache is not None else 0
         with torch.inference_mode():
-            out = self._model(input_ids=torch.tensor([tokens[begin:]]), past_key_values=cache, use_cache=True)
+            given = {self._cache_name: cache}
+            out = self._model(input_ids=torch.tensor([tokens[begin:]]), use_cache=True, **given)
         if (kept := getattr(out, self._cache_name, None)) is not None:
             self._caches[tuple(tokens)] = kept
         while len(self._caches) > _KEPT_CACHES:

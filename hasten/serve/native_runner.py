@@ -41,7 +41,8 @@ class NativeRunner:
     @contextlib.contextmanager
     def timed(self) -> Iterator[dict[str, float]]:
         """Seconds by operation of all steps inside, filled when it ends; waiting for threads included."""
-        instructions, found = self._linked.ordered, {}
+        instructions = self._linked.ordered
+        found: dict[str, float] = {}
         self._times = torch.zeros(len(instructions), dtype=torch.float64)
         try:
             yield found

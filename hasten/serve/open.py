@@ -96,19 +96,20 @@ def open_runner(
     choice = {"weights": weights, "context": context_tokens}
     store = Store()
     key = store_key(fingerprint, choice) if fingerprint else ""
-    stored = store.load(key) if key else None
-    if not stored:
+    found = store.load(key) if key else None
+    from_disk = isinstance(found, Stored)
+    if isinstance(found, Stored):
+        stored = found
+    else:
         made = _make(path, weights, context_tokens, screen, step_tokens)
         if isinstance(made, Served):
             return made
+        stored = made
         if key and keep:
-            store.save(key, made.program, made.panels, made.tables, made.words, made.note)
-        stored, from_disk = made, False
-    else:
-        from_disk = True
-    runner, about = _linked(stored, cache, cache_bytes, step_tokens)
+            store.save(key, stored.program, stored.panels, stored.tables, stored.words, stored.note)
+    runner, sizes = _linked(stored, cache, cache_bytes, step_tokens)
     about = About(
-        str(model), weights, about["weight_bytes"], about["cache_bytes_per_token"], runner.context_tokens, "",
+        str(model), weights, sizes["weight_bytes"], sizes["cache_bytes_per_token"], runner.context_tokens, "",
         from_disk, time.perf_counter() - started, dict(stored.note),
     )  # fmt: skip
     return Served(runner, stored.words or Words(""), about)
@@ -277,7 +278,7 @@ def _ordinary(path: Any, reason: str, words: Words, context: int, step_tokens: i
     from hasten.models import open_model
     from hasten.serve.model_runner import ModelRunner
 
-    opened, _ = open_model(path, dtype=torch.bfloat16 if detect().bf16.value else torch.float32)
+    opened, _ = open_model(path, dtype=torch.bfloat16 if detect().bf16_in_hardware.value else torch.float32)
     blocks = -(-context // BLOCK_TOKENS) * 16
     runner = ModelRunner(opened.eval(), context, blocks, step_tokens, STEP_LOGITS)
     size = sum(p.nbytes for p in opened.parameters())
