@@ -163,13 +163,15 @@ def text_chunks(
 ) -> list[Tensor]:
     """Token ids of the beginnings of texts: `chunks` of them, int64 [chunk_tokens] at most.
 
-    `first_token`: put before each, where the model expects one (the tokenizer's bos).
+    `first_token`: put before each, where the model expects one (the tokenizer's bos) and `encode` puts none.
     """
     found: list[Tensor] = []
-    start = [] if first_token is None else [first_token]
     for text in texts:
         # A token has three to four characters of such texts; what is cut off need not be encoded.
-        ids = [*start, *encode(text[: 8 * chunk_tokens])][:chunk_tokens]
+        ids = list(encode(text[: 8 * chunk_tokens]))
+        if first_token is not None and ids[:1] != [first_token]:
+            ids.insert(0, first_token)
+        ids = ids[:chunk_tokens]
         if len(ids) >= min(chunk_tokens, 2 * _MIN_TOKENS):
             found.append(torch.tensor(ids))
         if len(found) == chunks:

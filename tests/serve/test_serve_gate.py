@@ -101,4 +101,9 @@ def test_chunks_of_texts() -> None:
     )
     assert [len(chunk) for chunk in chunks] == [100, 100, 100]
     assert all(chunk[0] == 1 for chunk in chunks)
+    assert all(chunk[1] != 1 for chunk in chunks)
+    marked = text_chunks(
+        lambda text: [1, *text.encode()], default_text(), chunks=3, chunk_tokens=100, first_token=1
+    )
+    assert all(torch.equal(one, other) for one, other in zip(chunks, marked, strict=True))
     assert text_chunks(lambda text: list(text.encode()), iter(["short"])) == []
