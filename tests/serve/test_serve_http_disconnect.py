@@ -12,7 +12,7 @@ import pytest
 from http_world import END, MODEL, ScriptedRunner, World, serving, until
 
 from hasten.serve.engine import EngineSettings
-from hasten.serve.http.limits import HttpSettings
+from hasten.serve.http.limits import HttpSettings, Limits
 
 
 def connect(
@@ -115,6 +115,21 @@ def test_a_client_that_leaves_in_the_middle_of_its_body() -> None:
         messages = [{"role": "user", "content": "say still here"}]
         answer = world.client().chat.completions.create(model=MODEL, messages=messages)
         assert answer.choices[0].message.content == "still here"
+
+
+def test_a_client_that_does_not_finish_its_body() -> None:
+    with serving(HttpSettings(limits=Limits(body_s=0.1))) as world:
+        host, _, port = world.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            )
+            connection.sendall(b"Content-Length: 1000\r\n\r\n{")
+            answer = b""
+            while piece := connection.recv(4096):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"did not come within 0.1 s" in answer
 
 
 def test_the_official_client_closes_its_stream() -> None:

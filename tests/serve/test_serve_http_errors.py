@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -233,6 +234,20 @@ def test_the_key_opens_the_api_and_nothing_else_does() -> None:
         assert world.client(api_key="other").models.list().data[0].id == MODEL
         for path in ("/", "/health", "/metrics"):
             assert world.http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"api_keys": ("",)}, "API key is empty"),
+        ({"api_keys": ("two\nlines",)}, "no header can carry"),
+        ({"allow_origins": ("https://app.example/",)}, "did you mean https://app.example?"),
+        ({"allow_origins": ("app.example",)}, "a scheme and a host"),
+    ],
+)
+def test_settings_that_would_not_do_what_they_seem_to(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        HttpSettings(**settings)
 
 
 def test_pages_of_other_sites_stay_outside(world: World) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from hasten.base.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class HttpSettings:
     origins may call the server (CORS); empty: only the built-in page. `strict`: an unknown field is a 400.
     `drain_s`: the time that running requests get after SIGTERM. `keep_alive_s`: a stream that has nothing to
     say sends a comment this often, so that proxies do not cut it.
+
+    Raises ConfigError for a key that is no key and an origin that is no origin.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -39,3 +44,20 @@ class HttpSettings:
     strict: bool = False
     drain_s: float = 30.0
     keep_alive_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            if not key or not key.isprintable() or key != key.strip():
+                raise ConfigError(
+                    "an API key is empty, has spaces around it, or has characters that no header can carry"
+                )
+        for origin in self.allow_origins:
+            parts = urlsplit(origin)
+            right = f"{parts.scheme}://{parts.netloc}"
+            if origin != "*" and (
+                parts.scheme not in ("http", "https") or not parts.netloc or origin != right
+            ):
+                hint = f"; did you mean {right}?" if parts.netloc else ""
+                raise ConfigError(
+                    f"origin {origin!r}: allowed is * or a scheme and a host, as https://app.example{hint}"
+                )
