@@ -32,7 +32,8 @@ class _Row(NamedTuple):
 def render(report: BenchReport) -> RenderableType:
     """Everything that the report says, for a terminal."""
     table = Table(
-        title=headline(report),
+        # As text: rich would read `:llama:` of a model's name as a picture.
+        title=Text(headline(report)),
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,

@@ -192,11 +192,16 @@ def test_a_file_without_marks_is_left_alone(example: report.BenchReport, tmp_pat
 
 
 def test_the_table_fits_into_80_columns(example: report.BenchReport):
+    work = example.workload.model_copy(update={"model": "tiny:llama:hidden_size=8"})
     wide = example.model_copy(
-        update={"contenders": {"eager-bf16-malloc": example.contenders["hasten"], **example.contenders}}
+        update={
+            "workload": work,
+            "contenders": {"eager-bf16-malloc": example.contenders["hasten"], **example.contenders},
+        }
     )
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
     console.print(table.render(wide))
     text = console.file.getvalue()
     assert "…" not in text
     assert "eager-bf16-malloc" in text
+    assert "tiny:llama:hidden_size=8" in text

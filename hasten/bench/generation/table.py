@@ -31,7 +31,7 @@ _SHOWN_TEXT = 200
 
 def render(report: GenerateReport) -> RenderableType:
     """Everything that the report says, for a terminal."""
-    table = _new_table(headline(report), HEADINGS)
+    table = _new_table(Text(headline(report)), HEADINGS)
     for name, contender in report.contenders.items():
         table.add_row(name, *_cells(contender))
     parts: list[RenderableType] = [table]
@@ -112,7 +112,7 @@ def lines(report: GenerateReport) -> list[str]:
 
 def _streams_table(report: GenerateReport) -> Table:
     table = _new_table(
-        "several streams together",
+        Text("several streams together"),
         (
             "",
             "streams",
@@ -140,7 +140,7 @@ def _streams_table(report: GenerateReport) -> Table:
     return table
 
 
-def _new_table(title: str, headings: tuple[str, ...]) -> Table:
+def _new_table(title: Text, headings: tuple[str, ...]) -> Table:
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

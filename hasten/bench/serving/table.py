@@ -15,7 +15,7 @@ HEADINGS = ("", "clients", "tokens/s", "first p50", "first p95", "between p50", 
 def render(report: ServeReport) -> RenderableType:
     """Everything that the report says."""
     table = Table(
-        title=headline(report),
+        title=Text(headline(report)),
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
