@@ -160,10 +160,9 @@ inline void write_result(const Instruction& in, const Step& s, const Tile& t, co
 }
 
 template <class Unit, bool BYTES>
-HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, int64_t unit,
-                               char* memory) {
+HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, const Tile& t,
+                               const Tile& after, char* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
-    const Tile t(p, s, in, c, unit);
     const float scale = float(in.f[0]), softcap = float(in.f[1]);
     const float* slopes = in.c.base;
     const int64_t window = in.i[3], group = in.n0 / c.heads;
@@ -206,11 +205,17 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 K = widened;
             }
             gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
-            if (!BYTES &&
-                b + i + 2 < t.end) {  // blocks lie anywhere, so the processor cannot guess the next one
-                const uint32_t* next = block_of(c, s, t.sequence, b + i + 2);
-                fetch(next + t.head * c.d_units * T, c.d_units * T);
-                fetch(next + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
+            // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or the
+            // first of the tile that this thread works on next.
+            if (!BYTES) {
+                const bool own = b + i + 2 < t.end;
+                const Tile& of = own ? t : after;
+                const int64_t index = own ? b + i + 2 : after.begin + i;
+                if (index < of.end) {
+                    const uint32_t* next = block_of(c, s, of.sequence, index);
+                    fetch(next + of.head * c.d_units * T, c.d_units * T);
+                    fetch(next + c.heads * c.d_units * T + of.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
+                }
             }
         }
         const int64_t keys = pair * T;
@@ -329,23 +334,27 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
          void* scratch) {
-    for (int64_t unit = first; unit < first + count; unit++) {
-        if (in.op == Op::store)
-            store(p, s, in, unit);
-        else if (in.op == Op::merge)
-            merge(p, s, in, unit, (float*)scratch);
-        else if (p.cache == Cache::floats)
-            attend<Float, false>(p, s, in, unit, (char*)scratch);
+    if (in.op == Op::store) {
+        for (int64_t unit = first; unit < first + count; unit++) store(p, s, in, unit);
+        return;
+    }
+    if (in.op == Op::merge) {
+        for (int64_t unit = first; unit < first + count; unit++) merge(p, s, in, unit, (float*)scratch);
+        return;
+    }
+    auto function = attend<Float, false>;
+    if (p.cache == Cache::bf16) function = attend<WidenedBF16, false>;
+    if (p.cache == Cache::bytes) function = attend<WidenedBF16, true>;
 #if defined(__AVX512F__)
-        else if (p.bf16 && p.cache == Cache::bf16)
-            attend<PairBF16, false>(p, s, in, unit, (char*)scratch);
-        else if (p.bf16)
-            attend<PairBF16, true>(p, s, in, unit, (char*)scratch);
+    if (p.bf16 && p.cache == Cache::bf16) function = attend<PairBF16, false>;
+    if (p.bf16 && p.cache == Cache::bytes) function = attend<PairBF16, true>;
 #endif
-        else if (p.cache == Cache::bf16)
-            attend<WidenedBF16, false>(p, s, in, unit, (char*)scratch);
-        else
-            attend<WidenedBF16, true>(p, s, in, unit, (char*)scratch);
+    const CacheLayer& c = p.layers[in.i[0]];
+    for (int64_t unit = first; unit < first + count; unit++) {
+        const Tile tile(p, s, in, c, unit);
+        // Behind the last unit there is nothing to fetch ahead: the tile itself, whose blocks are here.
+        const Tile after(p, s, in, c, std::min(unit + 1, first + count - 1));
+        function(p, s, in, tile, after, (char*)scratch);
     }
 }
 
