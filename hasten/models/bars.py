@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers.utils import logging
-
 BAR_AFTER_S = 2.0
 
 
 @contextmanager
 def late_bars() -> Iterator[None]:
     """Inside the block a bar of transformers appears after two seconds at the earliest."""
+    from transformers.utils import logging
 
     def late(factory: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         if before is not None:
