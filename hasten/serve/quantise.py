@@ -315,7 +315,7 @@ def _compensated(
 ) -> Quantised:
     """Columns rounded in turn; those to come make up for the error of each. `factor_KK`: of H^-1, upper."""
     N, K = rows_NK.shape
-    left_KN = rows_NK.t().contiguous()
+    left_KN = torch.empty(K, N).copy_(rows_NK.t())  # a copy in any case: it is written to
     codes_KN = torch.empty(K, N)
     scales, minima = torch.empty(N, format.groups(K)), torch.empty(N, format.groups(K))
     for number, begin in enumerate(range(0, K, format.group)):

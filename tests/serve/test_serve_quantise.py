@@ -102,6 +102,15 @@ def test_any_size_and_scale(format: Format, N: int, K: int, scale: float) -> Non
         assert float((found - dense).abs().max()) <= float(dense.abs().max()) / (2 ** (format.bits - 1) - 1)
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int4", "int3g64m"])
+def test_the_matrix_is_left_as_it_is(name: str) -> None:
+    for dense in (matrix(33, 70), matrix(70, 33).t()):
+        before = dense.clone()
+        for moments in (None, torch.ones(70), torch.eye(70) + 0.5):
+            quantise(dense, named(name), moments)
+        assert torch.equal(dense, before)
+
+
 def test_dense_formats_and_refusals() -> None:
     dense = matrix(3, 5)
     assert torch.equal(unpack(quantise(dense, FLOAT32)), dense)

@@ -151,6 +151,32 @@ def test_a_tied_head_is_stored_once(tied: bool, tmp_path: Path) -> None:
             assert (embedding is head) is tied
 
 
+def test_a_file_is_planned_as_its_open_model(tmp_path: Path) -> None:
+    from hasten.serve.calibrate import calibrate
+    from hasten.serve.plan import plan_bits
+
+    path = tmp_path / "m.gguf"
+    write_gguf(
+        path, "gpt2", tiny_model("gpt2", n_inner=256, n_positions=64), kind=gguf.GGMLQuantizationType.Q4_1
+    )
+    model = open_model(path).model
+    calibration = calibrate(model, [torch.arange(40)])
+    plans = [plan_bits(source(calibration), 8.0) for source in (
+        lambda found: GgufSource(path, found), lambda found: ModelSource(model, calibration=found)
+    )]  # fmt: skip
+    assert str(plans[0]) == str(plans[1])
+    name = "transformer.h.1.mlp.c_fc.weight"
+    weight = Weight(name, transposed=True)
+    panels = [
+        source.panels(weight, named("int3m"))
+        for source in (GgufSource(path, calibration), ModelSource(model, calibration=calibration))
+    ]
+    assert torch.equal(panels[0].data, panels[1].data)
+    # Blocks of four bits with minima are found again without a loss.
+    exact = GgufSource(path).panels(weight, named("int4m"))
+    torch.testing.assert_close(unpack(exact), model.get_parameter(name).detach().t(), rtol=1e-3, atol=1e-6)
+
+
 def test_model_source_formats_and_parts() -> None:
     model = tiny_model("gpt2").eval()
     source = ModelSource(model)
