@@ -113,7 +113,13 @@ def serve(
 ) -> None:
     from hasten.serve.engine import EngineSettings
     from hasten.serve.http.limits import HttpSettings, Limits
-    from hasten.serve.http.server import bind, run_server, url_of
+
+    try:
+        from hasten.serve.http.server import bind, run_server, url_of
+    except ModuleNotFoundError as error:
+        from hasten.base.errors import ConfigError
+
+        raise ConfigError(f"hasten serve needs {error.name}: pip install 'hasten[serve]'") from error
 
     settings = HttpSettings(
         limits=Limits(body_bytes=int(max_body_mib * 2**20)),

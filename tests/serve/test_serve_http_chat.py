@@ -244,6 +244,16 @@ def test_streamed_tool_calls_have_an_index_and_a_head(world: World) -> None:
     assert len({call["id"] for call in calls.values()}) == 3
 
 
+def test_strict_functions_without_a_forced_call_are_noticed(world: World) -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    body = {"messages": [{"role": "user", "content": "say x"}], "tools": [strict], "max_tokens": 1}
+    for stream in (True, False):
+        response = world.http.post("/v1/chat/completions", json=body | {"stream": stream})
+        assert "tool_choice forces a call" in response.headers["x-hasten-notice"]
+    plain = world.http.post("/v1/chat/completions", json=body | {"tools": [WEATHER]})
+    assert "x-hasten-notice" not in plain.headers
+
+
 def test_one_call_only_where_parallel_calls_are_off(world: World) -> None:
     said = '<tool_call>{"name": "weather", "arguments": {"place": "A"}}</tool_call>' * 3
     answer = ask(world, f"say {said}", tools=[WEATHER], parallel_tool_calls=False)

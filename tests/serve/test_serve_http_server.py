@@ -200,6 +200,16 @@ def test_the_command_serves_a_folder(small_model_folder: Path, tmp_path: Path) -
         child.communicate()
 
 
+def test_without_the_extra_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hasten.serve.http.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    app = Typer()
+    app.command()(serve)
+    result = CliRunner().invoke(app, ["smollm2-135m"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == "hasten serve needs uvicorn: pip install 'hasten[serve]'"
+
+
 def test_help_has_an_example() -> None:
     app = Typer()
     app.command()(serve)

@@ -29,14 +29,27 @@ async def chat(state: State, body: ChatBody, http: HttpRequest) -> Response:
     """The answer, whole or as a stream."""
     body.check(state.settings.limits)
     model = state.text_model(body.model)
+    headers = _notices(body)
     if body.stream:
         answer = await _start(state, model, body, http)
-        return EventStream(answer.events(), answer.cancel, state.settings.keep_alive_s)
+        return EventStream(answer.events(), answer.cancel, state.settings.keep_alive_s, headers)
 
     async def work() -> dict[str, Any]:
         return await (await _start(state, model, body, http)).whole()
 
-    return JSONResponse(await unless_gone(http, work()))
+    return JSONResponse(await unless_gone(http, work()), headers=headers)
+
+
+def _notices(body: ChatBody) -> dict[str, str]:
+    """Headers that say what the answer does not promise.
+
+    Common libraries set `strict` on every function, so a 400 would keep them all out; but where the model
+    chooses between words and calls, no grammar holds it to the schema.
+    """
+    is_free = body.uses_tools and body.tool_choice in (None, "auto")
+    if is_free and any(tool.function.strict for tool in body.tools or ()):
+        return {"x-hasten-notice": "strict is only kept where tool_choice forces a call"}
+    return {}
 
 
 async def _start(state: State, model: TextModel, body: ChatBody, http: HttpRequest) -> _Answer:
