@@ -148,13 +148,14 @@ def test_ratios_against_every_base(example: report.GenerateReport):
     ("name", "scored", "own", "agree"),
     [
         ("hasten-bf16", [GOOD], [-0.5] * 4, True),
+        # Over four tokens the bounds are four times those of 64.
         ("hasten-bf16", [Scored([-0.5, -0.6, -0.5, -0.5], [-0.5] * 4)], [-0.5] * 4, False),
-        ("hasten-bf16", [GOOD], [-0.5, -0.9, -0.5, -0.5], False),
+        ("hasten-bf16", [GOOD], [-0.5, -1.2, -0.5, -0.5], False),
         ("hasten-bf16", [GOOD, Scored([-2.0] * 4, [-0.5] * 4)], [-0.5] * 4, False),
         ("hasten-int8", [Scored([-0.5, -0.6, -0.5, -0.5], [-0.5] * 4)], [-0.9] * 4, True),
         ("hasten-int8", [Scored([-0.7] * 4, [-0.5] * 4)], [-0.7] * 4, False),
-        ("hasten", [Scored([-0.5, -0.51, -0.5, -0.5], [-0.5] * 4)], [-0.55] * 4, True),
-        ("hasten", [GOOD], [-0.56] * 4, False),
+        ("hasten", [Scored([-0.5, -0.51, -0.5, -0.5], [-0.5] * 4)], [-0.69] * 4, True),
+        ("hasten", [GOOD], [-0.71] * 4, False),
         ("hasten-fp32", [Scored([-0.51] * 4, [-0.5] * 4)], [-0.51] * 4, False),
     ],
 )
@@ -169,9 +170,15 @@ def test_the_bound_depends_on_the_weights(name: str, scored: list[Scored], own: 
 
 
 def test_bounds_follow_the_format():
-    regrets = [compare.bound(weights).regret for weights in ("float32", "bfloat16", "int4")]
+    regrets = [compare.bound(weights, 64).regret for weights in ("float32", "bfloat16", "int4")]
     assert regrets == sorted(regrets)
-    assert math.exp(compare.bound("int4").regret) == pytest.approx(1.05)
+    assert math.exp(compare.bound("int4", 1000).regret) == pytest.approx(1.05)
+
+
+def test_bounds_are_wider_over_few_tokens():
+    few, many = compare.bound("stored", 16), compare.bound("stored", 64)
+    assert (few.regret, few.logprob) == (2 * many.regret, 2 * many.logprob)
+    assert compare.bound("int8", 16).logprob is None
 
 
 def test_where_answers_part_is_said():

@@ -18,6 +18,8 @@ from hasten.bench.report import Limits
 PERPLEXITY_RATIO = 1.05
 """What quantised weights may cost, as `--max-perplexity-ratio` of the serving commands has it."""
 
+FULL_TOKENS = 64
+
 
 class Bound(NamedTuple):
     """How far a contender's tokens and log-probabilities may be from the judge's; see `Agreement`."""
@@ -27,8 +29,17 @@ class Bound(NamedTuple):
     reason: str
 
 
-def bound(weights: str) -> Bound:
-    """The bound for a format of the weights."""
+def bound(weights: str, tokens: int) -> Bound:
+    """The bound for means over `tokens` tokens with weights in a format.
+
+    Errors of tokens are nearly independent: below 64 tokens it grows with the square root of what is missing.
+    """
+    full = _bound(weights)
+    wider = max(1.0, math.sqrt(FULL_TOKENS / tokens))
+    return Bound(full.regret * wider, full.logprob and full.logprob * wider, full.reason)
+
+
+def _bound(weights: str) -> Bound:
     if weights == "float32":
         return Bound(
             1e-3,
@@ -176,7 +187,7 @@ def _agreement(
     plain: str | None,
     contenders: Mapping[str, Contender],
 ) -> Agreement:
-    allowed = bound(contender.weights)
+    allowed = bound(contender.weights, len(judged[0].logprobs))
     regrets = [
         best - chosen for scored in judged for best, chosen in zip(scored.best, scored.logprobs, strict=True)
     ]
