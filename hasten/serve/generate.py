@@ -43,7 +43,13 @@ STOP = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends t
 SYSTEM = Annotated[str | None, typer.Option("--system", help="A system message before the prompt.")]
 RAW = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")]
 IGNORE_EOS = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end.")]
-SPECULATE = Annotated[bool, typer.Option("--speculate/--no-speculate", help="Draft tokens from the prompt.")]
+SPECULATE = Annotated[
+    bool,
+    typer.Option(
+        "--speculate/--no-speculate",
+        help="Draft tokens by looking them up in the prompt: for answers that repeat it.",
+    ),
+]
 CHECK = Annotated[
     bool, typer.Option("--check", help="Compare with the model's own weights on a text, before the answer.")
 ]
@@ -69,7 +75,7 @@ def generate(
     system: SYSTEM = None,
     raw: RAW = False,
     ignore_eos: IGNORE_EOS = False,
-    speculate: SPECULATE = True,
+    speculate: SPECULATE = False,
     check: CHECK = False,
     max_perplexity_ratio: MAX_RATIO = 1.05,
     as_json: AS_JSON = False,
