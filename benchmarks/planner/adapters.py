@@ -240,6 +240,8 @@ def case(file: str, row: Row) -> Case:
         overlap_gradients=modern or sharded,
         overlap_tensor=("NeMo" in source or "Megatron-Bridge" in source or "mc2" in notes or "async tp" in notes)
         and tp > 1,
+        gradient_bytes=2 if precision == "fp16" and not modern and not sharded else 0,
+        gathers_per_layer=12 if zero == 3 and not sharded and not modern else 1,
         compiled="compile" in (row.get("model") or "").lower() or "Megatron-Bridge" in source,
     )
     try:

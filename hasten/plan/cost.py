@@ -235,12 +235,21 @@ class Costs:
     def gather_weights(self, count: float) -> float:
         """Seconds of gathering so many parameters with ZeRO-3."""
         size = 1.0 if self.job.precision in ("fp8", "fp4") else self.size
-        return self.network.all_gather(count * size, self.shard_group())
+        parts = self.job.gathers_per_layer
+        return parts * self.network.all_gather(count * size / parts, self.shard_group())
 
     def scatter_gradients(self, count: float) -> float:
         """Seconds of reducing so many parameters' gradients with ZeRO-3."""
         gradient = 4.0 if self.job.master == "fp32" else 2.0
-        return self.network.reduce_scatter(count * gradient, self.shard_group())
+        parts = self.job.gathers_per_layer
+        return parts * self.network.reduce_scatter(count * gradient / parts, self.shard_group())
+
+    def accumulate(self, count: float) -> float:
+        """Seconds of adding one micro batch's gradient of so many parameters to the kept one."""
+        if self.layout.zero == 3:
+            count /= self.shard_group().size
+        kept = held(self.job).gradients
+        return count * (self.size + 2 * kept) / (self.clock.bandwidth * self.known.memory)
 
     def optimizer(self, count: float) -> float:
         """Seconds of updating so many parameters: weight, gradient and moments are read and written."""
