@@ -20,7 +20,16 @@ from hasten.plan.cost import Costs
 from hasten.plan.efficiency import Constants, constants
 from hasten.plan.step import step
 
-FILES = ("vtrain_single", "vtrain_multi", "megatron", "mpt_fsdp", "bigscience", "nemo", "ascend", "torch_fsdp")
+FILES = (
+    "vtrain_single",
+    "vtrain_multi",
+    "megatron",
+    "mpt_fsdp",
+    "bigscience",
+    "nemo",
+    "ascend",
+    "torch_fsdp",
+)
 
 # Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are those
 # of launches and interconnects.
@@ -82,7 +91,9 @@ def errors(cases: Iterable[Case], known: Constants) -> dict[str, list[float]]:
     return out
 
 
-def fit(cases: list[Case], known: Constants, rounds: int, weights: dict[str, float], prior: float) -> Constants:
+def fit(
+    cases: list[Case], known: Constants, rounds: int, weights: dict[str, float], prior: float
+) -> Constants:
     """Levenberg-Marquardt in the logarithms of the constants, reweighted towards absolute errors.
 
     Each constant is held near an unknown device's with a standard deviation of `prior` (in logarithms), so that
@@ -99,7 +110,10 @@ def fit(cases: list[Case], known: Constants, rounds: int, weights: dict[str, flo
     def residuals(at: np.ndarray) -> np.ndarray:
         found = replace(Constants(), **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
         return np.array(
-            [math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds) for c in cases]
+            [
+                math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds)
+                for c in cases
+            ]
         )
 
     def value(at: np.ndarray, r: np.ndarray) -> float:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.planner.adapters import Case, Refused, Row, case, held_back, rows
+from benchmarks.planner.adapters import Refused, Row, case, held_back, rows
 from benchmarks.planner.memories import memory_pairs
 from benchmarks.planner.shapes import named
 from hasten.base.errors import UserError
 from hasten.plan.estimate import estimate
 from hasten.plan.flops import flops_per_token
 
-TIMES = ("vtrain_multi", "vtrain_single", "megatron", "mpt_fsdp", "bigscience", "nemo", "ascend", "public_runs")
+TIMES = (
+    "vtrain_multi",
+    "vtrain_single",
+    "megatron",
+    "mpt_fsdp",
+    "bigscience",
+    "nemo",
+    "ascend",
+    "public_runs",
+)
 RANKED = ("vtrain_multi", "bigscience")
 
 
@@ -88,16 +97,14 @@ def tau_and_regret(groups: Iterable[Sequence[tuple[float, float]]]) -> tuple[flo
     return (agree / pairs if pairs else None), (statistics.fmean(regrets) if regrets else None)
 
 
-def times(file: str, lines: Iterable[Row], wanted: Callable[[Case], bool] = lambda _: True) -> tuple[
-    Score, dict[tuple[object, ...], list[tuple[float, float]]]
-]:
+def times(
+    file: str, lines: Iterable[Row]
+) -> tuple[Score, dict[tuple[object, ...], list[tuple[float, float]]]]:
     """Step times of one file, and its comparable runs."""
     score, groups, inside = Score(), {}, 0  # type: ignore[var-annotated]
     for row in lines:
         try:
             one = case(file, row)
-            if not wanted(one):
-                continue
             found = estimate(one.model, one.cluster, one.layout, one.job)
         except (Refused, UserError) as error:
             score.refuse(str(error))
@@ -148,8 +155,8 @@ def score_folder(folder: Path) -> dict[str, Score]:
         if not lines:
             continue
         if file == "nemo":
-            found[file], _ = times(file, lines, lambda one: not one.model.experts)
-            found["nemo:moe"], _ = times(file, lines, lambda one: one.model.experts > 0)
+            found[file], _ = times(file, [row for row in lines if not (row.get("experts") or "").strip()])
+            found["nemo:moe"], _ = times(file, [row for row in lines if (row.get("experts") or "").strip()])
             continue
         found[file], groups = times(file, lines)
         if file in RANKED:
@@ -166,4 +173,3 @@ def score_folder(folder: Path) -> dict[str, Score]:
     if lines := rows(folder, "flops_per_token"):
         found["flops_per_token"] = flops(lines)
     return found
-

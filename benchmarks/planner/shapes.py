@@ -66,6 +66,7 @@ def _qwen3(layers: int, hidden: int, heads: int, expert_inner: int) -> ModelShap
 _NEMOTRON_340B = ModelShape(
     layers=96, hidden=18432, heads=96, kv_heads=8, inner=73728, gated=False, vocabulary=256000, norm="layer"
 )
+# Every second layer has the window; the published FLOPs count it in each.
 _GPT_OSS = ModelShape(
     layers=36,
     hidden=2880,
@@ -78,7 +79,6 @@ _GPT_OSS = ModelShape(
     experts_per_token=4,
     expert_inner=2880,
     window=128,
-    window_every=2,
 )
 
 _BY_NAME: tuple[tuple[str, ModelShape], ...] = (

@@ -135,7 +135,9 @@ class Network:
             low, high = (low, x) if near > far else (x, high)
         return max(loads(high)), high
 
-    def best_all_reduce(self, volume: float, group: Group) -> tuple[float, Literal["ring", "hierarchical"], int]:
+    def best_all_reduce(
+        self, volume: float, group: Group
+    ) -> tuple[float, Literal["ring", "hierarchical"], int]:
         """The fastest of the library's own and the pipelined hierarchy; the library's own wins ties."""
         best: tuple[float, Literal["ring", "hierarchical"], int] = (self.all_reduce(volume, group), "ring", 1)
         if group.islands > 1 and group.inside > 1:
