@@ -262,6 +262,7 @@ def case(file: str, row: Row) -> Case:
         and tp > 1,
         gradient_bytes=2 if precision == "fp16" and not modern and not sharded else 0,
         gathers_per_layer=12 if zero == 3 and not sharded and not modern else 1,
+        fused_loss="torchtitan" in source and "2025" in source,
         fused_accumulation=modern,
         adapters="LoRA" in (row.get("locator") or ""),
         compiled="compile" in (row.get("model") or "").lower() or "Megatron-Bridge" in source,

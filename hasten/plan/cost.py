@@ -206,6 +206,8 @@ class Costs:
         logits = Product("router", self.tokens, model.vocabulary / layout.tp, model.hidden)
         # Logits to fp32, maximum, exponentials and their sum; back: the probabilities and their cast.
         per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 4 + self.size
+        if self.job.fused_loss:
+            per = self.size if not backward else 2 * self.size
         volume = self.tokens * model.vocabulary / layout.tp * per
         price = self.backward if backward else self.clock.forward
         piece.add("head", price(logits) + self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0))

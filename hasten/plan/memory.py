@@ -175,7 +175,7 @@ def stage_memory(
             at_once = min(tokens, job.head_chunk or tokens)
             # Eager: logits, their copy in fp32, its log-softmax and the gradient of that. Compiled: logits,
             # log-softmax, its gradient and the gradient of the logits.
-            per = 2 * size + 8 if job.compiled else size + 12
+            per = 2 * size if job.fused_loss else 2 * size + 8 if job.compiled else size + 12
             out["logits"] = at_once * model.vocabulary / layout.tp * per
         group = layout.tp * layout.cp * layout.pp * layout.dp
         out["buffers"] = 0.25e9 * sum(d > 1 for d in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
