@@ -18,7 +18,7 @@ from hasten.plan.step import step
 # Measured over predicted time: the 5th and 95th percentile over 252 dense rows of published runs that no fit
 # has seen (benchmarks/planner, 2026-11-29).
 _CALIBRATED = (0.87, 1.25)
-# Of a device that nobody calibrated, and of mixtures of experts, whose routing is not modelled: an assumption.
+# Of a device that nobody calibrated, and of mixtures, whose routing is not modelled: an assumption.
 _CATALOGUE = (0.65, 1.5)
 
 
