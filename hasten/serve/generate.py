@@ -146,6 +146,9 @@ def generate(
     screen.note(_line(found, served))
 
 
+generate.__doc__ = HELP
+
+
 def _figures(
     served: Any, usage: Any, started: float, first_s: float | None, last_s: float, tokens: int
 ) -> dict[str, Any]:
