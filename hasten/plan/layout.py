@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hasten.base.errors import ConfigError
 from hasten.plan.model import ModelShape
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 
 
@@ -39,7 +39,9 @@ class Layout(BaseModel):
     accumulation: int = Field(default=1, gt=0)
     """Micro batches of one replica per step."""
     recompute: Recompute = "none"
-    """full: only a layer's input is kept; selective: attention's inside is rebuilt (arXiv 2205.05198)."""
+    """full: only a layer's input is kept; selective: the inside of materialised attention is rebuilt (arXiv
+    2205.05198; nothing with flash attention, which rebuilds it anyway); operators: attention and every other
+    matrix product are kept (torchtitan)."""
     recompute_layers: int | None = Field(default=None, ge=0)
     """Of a stage's layers, how many follow `recompute`; None: all."""
     offload: Literal["none", "optimizer", "activations"] = "none"
