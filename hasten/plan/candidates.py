@@ -261,4 +261,4 @@ def _zeros(ranks: int, pp: int) -> list[int]:
 
 
 def _recomputes(job: Job) -> list[str]:
-    return ["none", "full"] if job.attention == "flash" else ["none", "selective", "full"]
+    return ["none", "operators" if job.attention == "flash" else "selective", "full"]

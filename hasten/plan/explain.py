@@ -9,7 +9,7 @@ from hasten.base.errors import ConfigError
 from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, Interval
 from hasten.plan.job import Job
-from hasten.plan.memory import memory as stage_memory
+from hasten.plan.memory import stage_memory
 from hasten.plan.model import ModelShape
 from hasten.plan.search import (
     SECONDS_PER_DAY,

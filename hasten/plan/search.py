@@ -22,7 +22,7 @@ from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, estimate
 from hasten.plan.job import Job
 from hasten.plan.layout import Layout
-from hasten.plan.memory import memory as stage_memory
+from hasten.plan.memory import stage_memory
 from hasten.plan.model import ModelShape
 
 Kind = Literal["memory", "slower", "limit"]
@@ -85,7 +85,7 @@ class Found:
     fitting: tuple[Estimate, ...]
     """All that fit and meet the limits, fastest first."""
     rejected: tuple[Rejected, ...]
-    nearest_miss: Rejected | None = None
+    nearest_miss: Rejected | None
     looked_at: int
     seconds: float
     notes: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ def slower(item: Estimate, best: Estimate) -> Rejected:
     behind = item.step_s.value - best.step_s.value
     names = sorted(set(item.parts) | set(best.parts))
     losses = [(item.parts.get(name, 0.0) - best.parts.get(name, 0.0), name) for name in names]
-    worst = [f"{spell_time(loss)} in {name}" for loss, name in sorted(losses, reverse=True)[:2] if loss > 0]
+    worst = [f"{spell_time(loss)} in {name}" for loss, name in sorted(losses, reverse=True)[:2] if loss > 0.02 * behind]
     percent = 100 * behind / best.step_s.value
     reason = f"slower by {spell_time(behind)} ({percent:.0f} %)" + (f": {', '.join(worst)}" if worst else "")
     return Rejected(item.layout, "slower", reason, step_s=item.step_s.value)

@@ -13,7 +13,7 @@ from rich.text import Text
 from hasten.plan.cluster import Cluster
 from hasten.plan.document import MFU
 from hasten.plan.estimate import Estimate
-from hasten.plan.explain import Comparison, Fit, Scale, fullest, training
+from hasten.plan.explain import Comparison, Fit, Scale, training
 from hasten.plan.job import Job
 from hasten.plan.model import ModelShape
 from hasten.plan.search import Found, Rejected, spell_time
@@ -76,24 +76,17 @@ def _best(best: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> list
 
 
 def _memory(best: Estimate) -> Table:
-    """Each stage that differs from the one before it."""
-    names = [name for name, value in fullest(best).items() if value > 0]
-    table = _table("Memory of a device by stage, GB", ("stage", *names, "all"), 1)
-    stages = best.memory
-    index = 0
-    while index < len(stages):
-        last = index
-        while last + 1 < len(stages) and _alike(stages[index], stages[last + 1]):
-            last += 1
-        label = str(index) if last == index else f"{index} to {last}"
-        sizes = [f"{stages[index].get(name, 0.0) / 1e9:.2f}" for name in names]
-        table.add_row(label, *sizes, f"{sum(stages[index].values()) / 1e9:.1f}")
-        index = last + 1
+    """The first stage, the fullest, the emptiest and the last, side by side."""
+    sums = [sum(stage.values()) for stage in best.memory]
+    chosen = sorted({0, len(sums) - 1, sums.index(max(sums)), sums.index(min(sums))})
+    heads = [f"stage {index}" for index in chosen] if len(sums) > 1 else ["GB"]
+    table = _table("Memory of a device, GB", ("category", *heads), 1)
+    for name in dict.fromkeys(name for stage in best.memory for name in stage):
+        sizes = [best.memory[index].get(name, 0.0) for index in chosen]
+        if any(sizes):
+            table.add_row(escape(name), *[f"{size / 1e9:.2f}" for size in sizes])
+    table.add_row("all", *[f"{sums[index] / 1e9:.2f}" for index in chosen])
     return table
-
-
-def _alike(a: dict[str, float], b: dict[str, float]) -> bool:
-    return all(abs(a.get(name, 0.0) - b.get(name, 0.0)) < 5e6 for name in {*a, *b})
 
 
 def _ranking(found: Found) -> Table:
