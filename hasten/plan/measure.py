@@ -64,6 +64,17 @@ class Message(NamedTuple):
     seconds: float
 
 
+class Attention(NamedTuple):
+    """Causal attention of torch at one head size; FLOPs of the pairs that are seen (half the square), five
+    products backward where there are two forward."""
+
+    dtype: str
+    head_size: int
+    sequence: int
+    forward_flops_per_s: float
+    backward_flops_per_s: float
+
+
 class Line(NamedTuple):
     """time = latency_s + moved bytes / bytes_per_s; moved bytes are those that each rank must send."""
 
@@ -99,6 +110,47 @@ def products(
     return found
 
 
+def attention(
+    dtype: str, device: str = "cpu", sequence: int = 1024, heads: int = 8, head_sizes: Sequence[int] = (64, 128)
+) -> list[Attention]:
+    """Forward and backward of torch's causal scaled-dot-product attention, for each head size."""
+    found = []
+    for head_size in head_sizes:
+        shape = (1, heads, sequence, head_size)
+        q, k, v = (
+            torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3)
+        )
+
+        def forward(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        flops = 2.0 * heads * sequence * sequence * head_size
+        forward_s = timed(forward, device)
+        out = forward()
+        gradient = torch.ones_like(out)
+
+        def backward(
+            out: torch.Tensor = out, inputs: tuple[torch.Tensor, ...] = (q, k, v), g: torch.Tensor = gradient
+        ) -> object:
+            return torch.autograd.grad(out, inputs, g, retain_graph=True)
+
+        found.append(
+            Attention(dtype, head_size, sequence, flops / forward_s, 2.5 * flops / timed(backward, device))
+        )
+    return found
+
+
+def small_operator(device: str = "cpu") -> float:
+    """Seconds of an addition that has nothing to add: what every operator costs on top of its work."""
+    a = torch.zeros(1, device=device)
+
+    def hundred() -> None:
+        for _ in range(100):
+            torch.add(a, a)
+
+    return timed(hundred, device) / 100
+
+
 def read_bandwidth(device: str = "cpu", size_bytes: int = 1 << 29) -> float:
     """Bytes/s of a sum over a buffer that no cache holds."""
     if device == "cpu":
@@ -117,7 +169,8 @@ def update_bandwidth(device: str = "cpu", size_bytes: int = 1 << 27) -> float:
 
 
 def timed(call: Callable[[], object], device: str = "cpu") -> float:
-    """Median seconds of a call: at least three, more of short ones."""
+    """Median seconds of a call after one that is not counted: at least three, more of short ones."""
+    _finished(call, device)
     begin = time.perf_counter()
     _finished(call, device)
     first = time.perf_counter() - begin
