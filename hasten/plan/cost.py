@@ -46,12 +46,14 @@ class Costs:
     cluster: Cluster
     layout: Layout
     job: Job
+    given: Constants | None = None
+    """Instead of the device's own constants."""
     known: Constants = field(init=False)
     clock: Clock = field(init=False)
     network: Network = field(init=False)
 
     def __post_init__(self) -> None:
-        self.known = constants(self.cluster.device)
+        self.known = self.given or constants(self.cluster.device)
         self.clock = Clock(self.cluster.device, self.job.precision, self.known)
         self.network = Network(self.cluster, self.known)
         layout = self.layout

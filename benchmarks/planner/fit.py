@@ -1,0 +1,144 @@
+"""Fits the constants of one device on half of the rows and reports the error on both halves.
+
+`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`. The half
+is chosen by a hash of the row (`adapters.held_back`). Coordinate descent on the mean over files of the mean
+absolute logarithm of predicted over measured time, each constant within bounds that physics allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.planner.adapters import Case, Refused, case, held_back, rows
+from hasten.plan.cost import Costs
+from hasten.plan.efficiency import Constants, constants
+from hasten.plan.step import step
+
+FILES = ("vtrain_single", "vtrain_multi", "megatron", "mpt_fsdp", "bigscience", "nemo", "ascend", "torch_fsdp")
+
+# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are those
+# of launches and interconnects.
+BOUNDS = {
+    "matmul": (0.4, 0.95),
+    "matmul_fp8": (0.3, 0.9),
+    "depth": (1.0, 1500.0),
+    "tall": (1.0, 1500.0),
+    "memory": (0.3, 0.95),
+    "flash": (0.2, 0.85),
+    "flash_backward": (0.5, 1.0),
+    "flash_narrow": (0.4, 1.0),
+    "batched": (0.1, 0.7),
+    "misaligned": (0.05, 1.0),
+    "kernel_s": (1e-6, 1e-5),
+    "launch_s": (1e-6, 8e-5),
+    "collective_launch_s": (1e-6, 5e-4),
+    "micro_s": (1e-5, 3e-2),
+    "step_s": (1e-4, 1e-1),
+    "launch_norm": (1.5, 12.0),
+    "inside": (0.2, 0.9),
+    "across": (0.1, 0.95),
+    "inside_s": (5e-6, 2e-4),
+    "inside_step_s": (1e-7, 5e-5),
+    "across_step_s": (1e-6, 1e-4),
+    "point": (0.1, 0.95),
+    "overlap": (0.1, 0.95),
+    "slowdown": (1.0, 1.3),
+    "optimizer": (0.2, 0.95),
+    "straggle": (1e-4, 0.05),
+}
+
+
+def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool, Case]]:
+    """The dense runs on devices with these constants, and whether they are held back; of a file with many rows
+    an even choice of the first half."""
+    found: list[tuple[bool, Case]] = []
+    for file in FILES:
+        mine = []
+        for row in rows(folder, file):
+            try:
+                one = case(file, row)
+            except Refused:
+                continue
+            if (one.cluster.device.constants or one.cluster.device.name) == name and not one.model.experts:
+                mine.append((held_back(row), one))
+        fitted = [pair for pair in mine if not pair[0]]
+        stride = -(-len(fitted) // most)
+        found += fitted[:: max(1, stride)] + [pair for pair in mine if pair[0]]
+    return found
+
+
+def errors(cases: Iterable[Case], known: Constants) -> dict[str, list[float]]:
+    """Logarithms of predicted over measured time, by file."""
+    out: dict[str, list[float]] = {}
+    for one in cases:
+        seconds = step(Costs(one.model, one.cluster, one.layout, one.job, known)).seconds
+        out.setdefault(one.file, []).append(math.log(seconds / one.seconds))
+    return out
+
+
+def loss(cases: list[Case], known: Constants, weights: dict[str, float]) -> float:
+    """What is minimised."""
+    by_file = errors(cases, known)
+    total = 0.0
+    for file, values in by_file.items():
+        total += weights.get(file, 1.0) * sum(abs(v) + v * v for v in values) / len(values)
+    return total / sum(weights.get(file, 1.0) for file in by_file)
+
+
+def fit(cases: list[Case], known: Constants, rounds: int, weights: dict[str, float], quiet: bool = False) -> Constants:
+    """Coordinate descent with a step per constant that grows on success and shrinks on failure."""
+    best = loss(cases, known, weights)
+    steps = dict.fromkeys(BOUNDS, 0.2)
+    for number in range(rounds):
+        for name, (low, high) in BOUNDS.items():
+            now = max(getattr(known, name), low)
+            for sign in (1.0, -1.0):
+                if name == "slowdown":
+                    trial = min(high, max(low, now + sign * steps[name] * 0.2))
+                else:
+                    trial = min(high, max(low, now * math.exp(sign * steps[name])))
+                changed = replace(known, **{name: trial})
+                value = loss(cases, changed, weights)
+                if value < best:
+                    known, best = changed, value
+                    steps[name] = min(0.6, steps[name] * 1.5)
+                    break
+            else:
+                steps[name] = max(0.004, steps[name] * 0.45)
+        if not quiet:
+            print(f"round {number}: {best:.4f}", flush=True)
+        if max(steps.values()) < 0.005:
+            break
+    return known
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--constants", required=True)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--fresh", action="store_true", help="start from an unknown device's constants")
+    parser.add_argument("--weight", action="append", default=[], metavar="FILE=W")
+    asked = parser.parse_args()
+    pairs = collect(asked.data, asked.constants)
+    fitted = [one for kept, one in pairs if not kept]
+    device = pairs[0][1].cluster.device
+    start = Constants() if asked.fresh else constants(device)
+    weights = {text.split("=")[0]: float(text.split("=")[1]) for text in asked.weight}
+    known = fit(fitted, start, asked.rounds, weights)
+    print(f"[{asked.constants}]")
+    for name in BOUNDS:
+        print(f"{name} = {getattr(known, name):.4g}")
+    for label, wanted in (("fit half", False), ("held back", True)):
+        for file, values in errors((one for kept, one in pairs if kept is wanted), known).items():
+            mean = sum(abs(math.expm1(v)) for v in values) / len(values)
+            print(f"# {label}: {file}: {len(values)} rows, mean {100 * mean:.1f} %")
+
+
+if __name__ == "__main__":
+    main()
