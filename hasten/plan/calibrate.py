@@ -1,8 +1,8 @@
 """`hasten calibrate`: measures this machine and stores a device file that `hasten plan --cluster this` uses.
 
-Measured are matrix products by size and format, attention, memory bandwidth, the cost of a small operator, and
-collectives among processes. From them come the planner's constants: every efficiency is then relative to what
-was measured, not to a datasheet.
+Measured are matrix products by size and format, attention, memory bandwidth, the cost of a small operator,
+and collectives among processes. From them come the planner's constants: every efficiency is then relative to
+what was measured, not to a datasheet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import numpy as np
 import typer
 
 if TYPE_CHECKING:
@@ -39,9 +38,13 @@ Examples:
   hasten plan smollm2-135m --cluster this --batch 2 --seq 512
 """
 
-OUTPUT = Annotated[Path | None, typer.Option("--output", help="Where the file goes.", show_default="the cache")]
+OUTPUT = Annotated[
+    Path | None, typer.Option("--output", help="Where the file goes.", show_default="the cache")
+]
 DEVICE = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-RANKS = Annotated[int, typer.Option("--ranks", min=1, help="Processes of the collectives; 1: none are measured.")]
+RANKS = Annotated[
+    int, typer.Option("--ranks", min=1, help="Processes of the collectives; 1: none are measured.")
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON; no progress.")]
 
 
@@ -50,7 +53,7 @@ class Measured(NamedTuple):
 
     device: str
     name: str
-    count: int
+    devices: int
     memory_bytes: float
     products: list[Product]
     attention: list[Attention]
@@ -73,10 +76,13 @@ def calibrate(
     path = output or device_file()
     make_folder(path.parent, f"cannot write {path}")
     date = datetime.now(UTC).date().isoformat()
-    comment = f"Measured by `hasten calibrate` on {date} in {measured.seconds:.0f} s. FLOP/s, bytes, bytes/s, seconds."
+    comment = f"Measured by `hasten calibrate` on {date} in {measured.seconds:.0f} s. FLOP/s, bytes, "
+    f"bytes/s, seconds."
     write_atomically(path, as_toml(cluster, comment))
     if as_json:
-        typer.echo(json.dumps({"file": str(path), "cluster": cluster.model_dump(), "measured": _plain(measured)}))
+        typer.echo(
+            json.dumps({"file": str(path), "cluster": cluster.model_dump(), "measured": _plain(measured)})
+        )
         return
     from rich.console import Console
 
@@ -129,7 +135,7 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
     return Measured(
         device=device,
         name=name,
-        count=count,
+        devices=count,
         memory_bytes=memory,
         products=products,
         attention=attention,
@@ -162,21 +168,35 @@ def as_cluster(measured: Measured) -> Cluster:
     bandwidth = measured.update_bytes_per_s
     link: dict[str, Any]
     if line is None:
-        link = {"bandwidth": {"value": min(bandwidth, 2e9), "source": "not measured", "confidence": "recalled"}}
+        link = {
+            "bandwidth": {"value": min(bandwidth, 2e9), "source": "not measured", "confidence": "recalled"}
+        }
     else:
         # What goes through memory can not be faster than memory.
         link = {
-            "bandwidth": figure(min(line.bytes_per_s, bandwidth), f"all-reduce over {reduces[0].ranks} processes"),
+            "bandwidth": figure(
+                min(line.bytes_per_s, bandwidth), f"all-reduce over {reduces[0].ranks} processes"
+            ),
             "latency_s": figure(line.latency_s, "the same"),
         }
     across = {"bandwidth": {**link["bandwidth"]}}
-    overrides = {"matmul": 1.0, "depth": depth, "tall": tall, "memory": 1.0, "optimizer": 1.0, "straggle": 0.0}
+    overrides = {
+        "matmul": 1.0,
+        "depth": depth,
+        "tall": tall,
+        "memory": 1.0,
+        "optimizer": 1.0,
+        "straggle": 0.0,
+    }
     overrides |= {"inside": 1.0, "across": 1.0, "point": 1.0}
     if line is not None:
         overrides |= {"inside_s": line.latency_s, "inside_step_s": 0.0, "collective_launch_s": 0.0}
     overrides |= _attention_constants(measured, rates)
     # On a processor the host that launches an operator is the device that runs it.
-    overrides |= {"kernel_s": measured.small_operator_s, "launch_s": 0.0 if measured.device == "cpu" else 9e-6}
+    overrides |= {
+        "kernel_s": measured.small_operator_s,
+        "launch_s": 0.0 if measured.device == "cpu" else 9e-6,
+    }
     return clusters.build(
         {
             "name": "this machine",
@@ -187,7 +207,7 @@ def as_cluster(measured: Measured) -> Cluster:
                 "memory_bandwidth": figure(bandwidth, "b += a, read and written"),
                 "overrides": {name: float(f"{value:.5g}") for name, value in overrides.items()},
             },
-            "devices_per_node": measured.count,
+            "devices_per_node": measured.devices,
             "inside": link,
             "across": across,
             "host_bandwidth": figure(measured.read_bytes_per_s, "sum over a buffer"),
@@ -197,11 +217,14 @@ def as_cluster(measured: Measured) -> Cluster:
 
 
 def fit_products(products: Sequence[Product]) -> tuple[dict[str, float], float, float]:
-    """(FLOP/s of a large product by dtype, depth, tall): rate = peak k / (k + depth) r / (r + tall), r = min(m, n).
+    """(FLOP/s of a large product by dtype, depth, tall): rate = peak k / (k + depth) r / (r + tall), r =
+    min(m, n).
 
     depth and tall are fitted on the fastest format and hold for all. Least squares of the relative error of
     the time, which is linear in 1, 1/k and 1/r where their product is small; neither is negative.
     """
+    import numpy as np
+
     by_format: dict[str, list[Product]] = {}
     for product in products:
         by_format.setdefault(product.dtype, []).append(product)
@@ -225,9 +248,7 @@ def fit_products(products: Sequence[Product]) -> tuple[dict[str, float], float, 
     base = found.get(0, 1.0) or 1.0
     depth, tall = found.get(1, 0.0) / base, found.get(2, 0.0) / base
     peaks = {
-        name: float(
-            np.median([x.flops_per_s * (1 + depth / x.k) * (1 + tall / min(x.m, x.n)) for x in rows])
-        )
+        name: float(np.median([x.flops_per_s * (1 + depth / x.k) * (1 + tall / min(x.m, x.n)) for x in rows]))
         for name, rows in by_format.items()
     }
     return peaks, depth, tall
@@ -272,21 +293,26 @@ def _tables(measured: Measured, cluster: Cluster) -> Any:
     from rich.console import Group
     from rich.table import Table
 
-    products = Table("product", *sorted({p.dtype for p in measured.products}), title="GFLOP/s", title_justify="left")
+    products = Table(
+        "product", *sorted({p.dtype for p in measured.products}), title="GFLOP/s", title_justify="left"
+    )
     rates: dict[tuple[int, int, int], dict[str, float]] = {}
     for p in measured.products:
         rates.setdefault((p.m, p.k, p.n), {})[p.dtype] = p.flops_per_s
     for (m, k, n), row in rates.items():
-        cells = [f"{row[d] / 1e9:,.0f}" if d in row else "" for d in sorted({p.dtype for p in measured.products})]
+        cells = [
+            f"{row[d] / 1e9:,.0f}" if d in row else "" for d in sorted({p.dtype for p in measured.products})
+        ]
         products.add_row(f"{m} x {k} x {n}", *cells)
     rest = Table("what", "value", title=f"{measured.name}, {measured.seconds:.0f} s", title_justify="left")
     for name, peak in cluster.device.matmul_flops.items():
         if peak.confidence == "measured":
             rest.add_row(f"large products in {name}", f"{peak.value / 1e9:,.0f} GFLOP/s")
-    for row in measured.attention:
+    for found in measured.attention:
         rest.add_row(
-            f"attention, heads of {row.head_size}",
-            f"{row.forward_flops_per_s / 1e9:,.0f} GFLOP/s forward, {row.backward_flops_per_s / 1e9:,.0f} backward",
+            f"attention, heads of {found.head_size}",
+            f"{found.forward_flops_per_s / 1e9:,.0f} GFLOP/s forward, {found.backward_flops_per_s / 1e9:,.0f} "
+            f"backward",
         )
     rest.add_row("memory, read", f"{measured.read_bytes_per_s / 1e9:.1f} GB/s")
     rest.add_row("memory, read and written", f"{measured.update_bytes_per_s / 1e9:.1f} GB/s")
@@ -311,10 +337,9 @@ def _messages(measured: Measured) -> Any:
     for size, row in times.items():
         table.add_row(f"{size:,}", *[f"{row[name] * 1e3:.3f}" if name in row else "" for name in operations])
     lines: list[Line] = [
-        fit_line([message for message in measured.messages if message.operation == name]) for name in operations
+        fit_line([message for message in measured.messages if message.operation == name])
+        for name in operations
     ]
     table.add_row("latency, us", *[f"{line.latency_s * 1e6:.0f}" for line in lines])
     table.add_row("bandwidth, GB/s", *[f"{line.bytes_per_s / 1e9:.2f}" for line in lines])
     return table
-
-

@@ -1,8 +1,9 @@
 """Which layouts a search looks at: every way to cut a model over a number of devices that makes sense.
 
-What is left out always loses to what is kept: sequence parallel costs nothing beside tensor parallel (Korthikanti
-et al., arXiv 2205.05198), sharding the optimizer's states moves as much as plain data parallel does (ZeRO, arXiv
-1910.02054), and recomputing attention alone gains nothing where a flash kernel never keeps its inside.
+What is left out always loses to what is kept: sequence parallel costs nothing beside tensor parallel
+(Korthikanti et al., arXiv 2205.05198), sharding the optimizer's states moves as much as plain data parallel
+does (ZeRO, arXiv 1910.02054), and recomputing attention alone gains nothing where a flash kernel never keeps
+its inside.
 """
 
 from __future__ import annotations
@@ -38,12 +39,10 @@ def candidates(
     job: Job,
     devices: int,
     fixed: Mapping[str, Any] | None = None,
-    offload: bool = False,
 ) -> Iterator[Layout]:
     """Every layout of exactly `devices` devices that cuts the model and divides the batch.
 
     `fixed`: fields of `Layout` that have one value, which is then also taken outside the usual choices.
-    `offload`: also with the optimizer's states on the host.
     """
     given = dict(fixed or {})
     for tp, cp, pp, dp in _degrees(model, cluster, job, devices, given):
@@ -54,6 +53,8 @@ def candidates(
             if rows % micro:
                 continue
             accumulation = rows // micro
+            if micro > 1 and 2 * accumulation < pp and "micro_batch" not in given:
+                continue  # Mostly bubble; a smaller micro batch has less of it.
             if "accumulation" in given and given["accumulation"] != accumulation:
                 continue
             base: dict[str, Any] = {
@@ -69,22 +70,23 @@ def candidates(
                 for ep in _experts(model, tp * cp * dp, cluster, given):
                     for zero in _choices(given, "zero", _zeros(dp * cp, pp)):
                         for recompute in _choices(given, "recompute", _recomputes(job)):
-                            for host in _choices(
-                                given, "offload", ["none", "optimizer"] if offload else ["none"]
-                            ):
-                                rest = {
-                                    "schedule": schedule,
-                                    "virtual": virtual,
-                                    "ep": ep,
-                                    "zero": zero,
-                                    "recompute": recompute,
-                                    "offload": host,
-                                }
-                                yield Layout(**{**given, **base, **rest})
+                            rest = {
+                                "schedule": schedule,
+                                "virtual": virtual,
+                                "ep": ep,
+                                "zero": zero,
+                                "recompute": recompute,
+                            }
+                            yield Layout(**{**given, **base, **rest})
 
 
 def complete(
-    changes: Mapping[str, Any], model: ModelShape, cluster: Cluster, job: Job, devices: int, base: Layout | None = None
+    changes: Mapping[str, Any],
+    model: ModelShape,
+    cluster: Cluster,
+    job: Job,
+    devices: int,
+    base: Layout | None = None,
 ) -> Layout:
     """A whole layout from some of its fields: what is not given comes from `base`; dp fills the devices and
     accumulation the batch.
@@ -105,21 +107,24 @@ def complete(
     if devices % across and "dp" not in changes:
         near = min(divisors(devices), key=lambda d: abs(d - across))
         raise ConfigError(
-            f"tp x cp x pp = {tp} x {cp} x {pp} = {across} does not divide {devices} devices; the nearest product "
+            f"tp x cp x pp = {tp} x {cp} x {pp} = {across} does not divide {devices} devices; the nearest "
+            f"product "
             f"that does is {near}"
         )
     if "dp" not in changes:
         values["dp"] = devices // across
     if across * int(values["dp"]) != devices:
         raise ConfigError(
-            f"tp x cp x pp x dp = {tp} x {cp} x {pp} x {values['dp']} = {across * int(values['dp'])} devices; the "
+            f"tp x cp x pp x dp = {tp} x {cp} x {pp} x {values['dp']} = {across * int(values['dp'])} "
+            f"devices; the "
             f"cluster has {devices}"
         )
     dp = int(values["dp"])
     if job.batch % dp:
         below = max(job.batch // dp * dp, dp)
         raise ConfigError(
-            f"dp = {dp} does not divide the batch of {job.batch} sequences; the nearest batches that it divides are "
+            f"dp = {dp} does not divide the batch of {job.batch} sequences; the nearest batches that it "
+            f"divides are "
             f"{below} and {below + dp}"
         )
     rows = job.batch // dp
@@ -129,7 +134,8 @@ def complete(
     if rows % micro:
         near = min(divisors(rows), key=lambda m: abs(m - micro))
         raise ConfigError(
-            f"micro_batch = {micro} does not divide the {rows} sequences of one replica; the nearest that does is "
+            f"micro_batch = {micro} does not divide the {rows} sequences of one replica; the nearest that "
+            f"does is "
             f"{near}"
         )
     values |= {"micro_batch": micro}
@@ -178,9 +184,7 @@ def parse_layout(text: str) -> dict[str, Any]:
                 continue
             raise ConfigError(f"layout {text!r}: {part!r} is not NAME=VALUE, for example tp=4,recompute=full")
         if name not in Layout.model_fields:
-            raise ConfigError(
-                f"layout {text!r}: no field {name!r}; {nearest(name, Layout.model_fields)}"
-            )
+            raise ConfigError(f"layout {text!r}: no field {name!r}; {nearest(name, Layout.model_fields)}")
         if name == "stages":
             found[name] = _stages(text, raw)
         elif raw.lower() in ("true", "false", "yes", "no"):
@@ -193,7 +197,9 @@ def parse_layout(text: str) -> dict[str, Any]:
 def _stages(text: str, raw: str) -> tuple[int, ...]:
     parts = raw.split("/")
     if not all(part.isdigit() for part in parts):
-        raise ConfigError(f"layout {text!r}: stages = {raw}: give layers with / between them, for example 10/11/10")
+        raise ConfigError(
+            f"layout {text!r}: stages = {raw}: give layers with / between them, for example 10/11/10"
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -235,7 +241,9 @@ def _schedules(
     if accumulation % pp == 0:  # What the interleaved schedule asks for (Megatron-LM, arXiv 2104.04473).
         each = model.layers // pp
         usual += [
-            ("interleaved", v) for v in divisors(each) if 1 < v <= MOST_VIRTUAL and model.layers % (pp * v) == 0
+            ("interleaved", v)
+            for v in divisors(each)
+            if 1 < v <= MOST_VIRTUAL and model.layers % (pp * v) == 0
         ]
     if given.get("schedule") == "gpipe":
         usual.append(("gpipe", 1))
@@ -244,9 +252,7 @@ def _schedules(
             yield schedule, virtual
 
 
-def _experts(
-    model: ModelShape, ranks: int, cluster: Cluster, given: Mapping[str, Any]
-) -> list[int]:
+def _experts(model: ModelShape, ranks: int, cluster: Cluster, given: Mapping[str, Any]) -> list[int]:
     if not model.experts:
         return _choices(given, "ep", [1])
     usual = [d for d in divisors(model.experts) if ranks % d == 0 and d <= 8 * cluster.joined]
@@ -256,7 +262,8 @@ def _experts(
 def _zeros(ranks: int, pp: int) -> list[int]:
     if ranks == 1:
         return [0]
-    # Gradients and weights that are sharded would be reduced and gathered anew for every micro batch of a pipeline.
+    # Gradients and weights that are sharded would be reduced and gathered anew for every micro batch of a
+    # pipeline.
     return [1, 2, 3] if pp == 1 else [1]
 
 

@@ -43,11 +43,15 @@ Examples:
   hasten plan smollm2-135m --cluster this --batch 2 --seq 512 --toml plan.toml
 """
 
-MODEL = Annotated[str | None, typer.Argument(help="Preset, config.json, folder, TOML or hub id.", show_default=False)]
+MODEL = Annotated[
+    str | None, typer.Argument(help="Preset, config.json, folder, TOML or hub id.", show_default=False)
+]
 CLUSTER = Annotated[str, typer.Option("--cluster", help="Preset, TOML file, or this.")]
 NODES = Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the cluster.")]
 DEVICES = Annotated[int | None, typer.Option("--devices", min=1, help="Devices, instead of --nodes.")]
-BATCH = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, over all devices.")]
+BATCH = Annotated[
+    int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, over all devices.")
+]
 SEQ = Annotated[int, typer.Option("--seq", min=1, help="Tokens of one sequence.")]
 TOKENS = Annotated[float, typer.Option("--tokens", min=0, help="Tokens of the whole run: days and cost.")]
 PRECISION = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp32, fp8 or fp4.")]
@@ -58,7 +62,10 @@ LIMIT = Annotated[
     list[str] | None,
     typer.Option("--limit", help="step<5s, memory<70GB, days<30, cost<2m, mfu>40%; may be repeated."),
 ]
-OFFLOAD = Annotated[bool, typer.Option("--offload", help="Also with the optimizer's states on the host.")]
+OFFLOAD = Annotated[
+    bool,
+    typer.Option("--offload/--no-offload", help="Where memory lacks, the optimizer's states on the host."),
+]
 HEADROOM = Annotated[
     float, typer.Option("--headroom", min=0, max=0.9, help="Share of a device's memory that stays free.")
 ]
@@ -73,7 +80,8 @@ EXPLAIN = Annotated[
     typer.Option("--explain", help="Two layouts side by side; best stands for the best.", show_default=False),
 ]
 SCALING = Annotated[
-    str | None, typer.Option("--scaling", help="The best layout for each of these numbers of devices: 8,16,32.")
+    str | None,
+    typer.Option("--scaling", help="The best layout for each of these numbers of devices: 8,16,32."),
 ]
 TOP = Annotated[int, typer.Option("--top", min=0, help="Runners-up that are shown.")]
 HTML = Annotated[Path | None, typer.Option("--html", help="Also write one page: timeline, memory, Pareto.")]
@@ -95,7 +103,7 @@ def plan(
     optimizer: OPTIMIZER = "adamw",
     fix: FIX = None,
     limit: LIMIT = None,
-    offload: OFFLOAD = False,
+    offload: OFFLOAD = True,
     headroom: HEADROOM = 0.0,
     price: PRICE = None,
     settings: SET = None,
@@ -119,8 +127,19 @@ def plan(
     from hasten.plan.sources import open_shape
 
     if model is None:
-        raise ConfigError("MODEL is missing: give a preset, a config.json or a hub id; --list shows the presets")
-    asked = [name for name, given in (("--fit", fit), ("--what-if", what_if), ("--explain", explain), ("--scaling", scaling)) if given]
+        raise ConfigError(
+            "MODEL is missing: give a preset, a config.json or a hub id; --list shows the presets"
+        )
+    asked = [
+        name
+        for name, given in (
+            ("--fit", fit),
+            ("--what-if", what_if),
+            ("--explain", explain),
+            ("--scaling", scaling),
+        )
+        if given
+    ]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(asked)} are different questions; give one of them")
     shape = open_shape(model)

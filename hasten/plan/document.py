@@ -46,7 +46,8 @@ def plan_document(
         document["nearest_miss"] = {"layout": miss.layout.describe(), "reason": miss.reason}
     if rejected:
         document["rejected"] = [
-            {"layout": item.layout.describe(), "kind": item.kind, "reason": item.reason} for item in found.rejected
+            {"layout": item.layout.describe(), "kind": item.kind, "reason": item.reason}
+            for item in found.rejected
         ]
     return document
 
@@ -88,9 +89,7 @@ def estimate_document(item: Estimate, timeline: bool = False) -> dict[str, Any]:
     return document
 
 
-def training_document(
-    item: Estimate, model: ModelShape, cluster: Cluster, job: Job
-) -> dict[str, Any] | None:
+def training_document(item: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> dict[str, Any] | None:
     """The whole run, or None where no number of tokens was given."""
     whole = training(item, model, cluster, job)
     if whole is None:

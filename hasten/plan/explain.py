@@ -1,4 +1,5 @@
-"""Questions beside the best layout: two of them side by side, does it fit, how does it scale, what does a run cost."""
+"""Questions beside the best layout: two of them side by side, does it fit, how does it scale, what does a
+run cost."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hasten.base.errors import ConfigError
+from hasten.plan.candidates import candidates
 from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, Interval
 from hasten.plan.job import Job
@@ -22,7 +24,6 @@ from hasten.plan.search import (
     spell_time,
     why_nothing,
 )
-from hasten.plan.candidates import candidates
 
 
 class Row(NamedTuple):
@@ -39,7 +40,8 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two layouts side by side; `time` and `memory` (of the fullest stage) are sorted by what differs most."""
+    """Two layouts side by side; `time` and `memory` (of the fullest stage) are sorted by what differs
+    most."""
 
     a: Estimate
     b: Estimate
@@ -62,7 +64,9 @@ def compare(a: Estimate, b: Estimate) -> Comparison:
     ]
     losses = sorted(((sign * row.difference, row.name) for row in times), reverse=True)
     lost = [f"{spell_time(loss)} in {part}" for loss, part in losses[:3] if loss > 0.01 * max(gap, 1e-12)]
-    won = [f"{spell_time(-loss)} in {part}" for loss, part in losses[::-1][:2] if -loss > 0.05 * max(gap, 1e-12)]
+    won = [
+        f"{spell_time(-loss)} in {part}" for loss, part in losses[::-1][:2] if -loss > 0.05 * max(gap, 1e-12)
+    ]
     if lost and gap:
         sentences.append(f"it loses {', '.join(lost)}")
     if won and gap:
@@ -106,7 +110,12 @@ MOST_DEVICES = 1 << 15
 
 
 def fit(
-    model: ModelShape, cluster: Cluster, job: Job, limits: Limits | None = None, *, weigh: Weigh = stage_memory
+    model: ModelShape,
+    cluster: Cluster,
+    job: Job,
+    limits: Limits | None = None,
+    *,
+    weigh: Weigh = stage_memory,
 ) -> Fit:
     """Whether any layout fits, by memory alone; nothing is timed.
 
@@ -122,6 +131,12 @@ def fit(
         raise ConfigError(why_nothing(model, cluster, job, devices, limits.fixed))
     layout, stages = smallest
     sums = [sum(stage.values()) for stage in stages]
+    if max(sums) > room and limits.offload and "offload" not in limits.fixed:
+        hosted = limits.model_copy(update={"fixed": {**limits.fixed, "offload": "optimizer"}})
+        other = _smallest(model, cluster, job, devices, hosted, weigh)
+        if other is not None and max(sum(s.values()) for s in other[1]) <= room:
+            layout, stages = other
+            sums = [sum(stage.values()) for stage in stages]
     stage = max(range(len(sums)), key=sums.__getitem__)
     enough: int | None = None
     for count in _counts(cluster):
@@ -189,8 +204,8 @@ class Training(NamedTuple):
 
 
 def training(item: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> Training | None:
-    """What the whole run takes, or None where no number of tokens was given. FLOPs are 6 per weight that a token
-    visits (arXiv 2001.08361), attention not counted."""
+    """What the whole run takes, or None where no number of tokens was given. FLOPs are 6 per weight that a
+    token visits (arXiv 2001.08361), attention not counted."""
     if not job.tokens_total:
         return None
     steps = job.tokens_total / (job.batch * job.sequence)
@@ -205,7 +220,8 @@ def training(item: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> T
 
 
 def days_at(flops: float, devices: int, peak_flops: float, share: float) -> float:
-    """Days that `flops` take on so many devices at a share of their peak: the estimate on the back of an envelope.
+    """Days that `flops` take on so many devices at a share of their peak: the estimate on the back of an
+    envelope.
 
     Raises ConfigError for a share that is not between 0 and 1.
     """
@@ -241,7 +257,7 @@ def _smallest(
     """The layout whose fullest stage is the smallest; the first below `enough_bytes` will do."""
     best: tuple[Any, Sequence[dict[str, float]]] | None = None
     least = float("inf")
-    for layout in candidates(model, cluster, job, devices, limits.fixed, limits.offload):
+    for layout in candidates(model, cluster, job, devices, limits.fixed):
         if layout.recompute == "none" and "recompute" not in limits.fixed:
             continue  # Never the smallest.
         stages = weigh(model, cluster, layout, job)

@@ -138,7 +138,9 @@ def as_toml(cluster: Cluster, comment: str = "") -> str:
 
 
 def _table(lines: list[str], path: tuple[str, ...], values: Mapping[str, Any]) -> None:
-    tables = {key: value for key, value in values.items() if isinstance(value, Mapping) and not _figure(value)}
+    tables = {
+        key: value for key, value in values.items() if isinstance(value, Mapping) and not _figure(value)
+    }
     if path:
         lines += ["", "[" + ".".join(_key(part) for part in path) + "]"]
     for key, value in values.items():
@@ -168,3 +170,7 @@ def _value(value: Any) -> str:
 
 def _text(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
+
+
+def _derived(value: float, source: str) -> dict[str, Any]:
+    return {"value": float(value), "source": source, "confidence": "derived"}

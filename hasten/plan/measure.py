@@ -1,7 +1,7 @@
 """What `hasten calibrate` measures: matrix products by size and format, memory bandwidth, collectives.
 
-Imports torch, so only the command that measures imports this module. Sizes are bytes, rates bytes/s and FLOP/s
-(a multiply-add is two), times seconds. Medians are taken, after one call that is not counted.
+Imports torch, so only the command that measures imports this module. Sizes are bytes, rates bytes/s and
+FLOP/s (a multiply-add is two), times seconds. Medians are taken, after one call that is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ SHAPES = (
     (4096, 1024, 1024),
 )
 # Accelerators need more work in flight before they reach their peak.
-SHAPES_ACCELERATOR = (*SHAPES, (4096, 4096, 4096), (8192, 8192, 8192), (4096, 8192, 28672), (8192, 12288, 12288))
+SHAPES_ACCELERATOR = (
+    *SHAPES,
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (4096, 8192, 28672),
+    (8192, 12288, 12288),
+)
 MESSAGE_BYTES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 # A product that takes longer is measured once more and no larger one after it: two minutes for everything.
@@ -111,7 +117,11 @@ def products(
 
 
 def attention(
-    dtype: str, device: str = "cpu", sequence: int = 1024, heads: int = 8, head_sizes: Sequence[int] = (64, 128)
+    dtype: str,
+    device: str = "cpu",
+    sequence: int = 1024,
+    heads: int = 8,
+    head_sizes: Sequence[int] = (64, 128),
 ) -> list[Attention]:
     """Forward and backward of torch's causal scaled-dot-product attention, for each head size."""
     found = []
@@ -183,9 +193,7 @@ def timed(call: Callable[[], object], device: str = "cpu") -> float:
     return statistics.median(times)
 
 
-def collectives(
-    ranks: int = 2, sizes: Sequence[int] = MESSAGE_BYTES, backend: str = "gloo"
-) -> list[Message]:
+def collectives(ranks: int = 2, sizes: Sequence[int] = MESSAGE_BYTES, backend: str = "gloo") -> list[Message]:
     """Measures every operation and size among `ranks` processes of this machine, one thread each.
 
     `backend`: gloo (CPU) or nccl (one GPU each).

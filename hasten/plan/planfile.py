@@ -1,7 +1,7 @@
 """`plan.toml`: the answer of a search as settings of `hasten train`.
 
-What concerns one device are the ordinary settings (batch, micro batch, precision, recomputing); how several devices
-share the run stands in `[layout]`.
+What concerns one device are the ordinary settings (batch, micro batch, precision, recomputing); how several
+devices share the run stands in `[layout]`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def plan_toml(item: Estimate, job: Job, model_id: str) -> str:
     """
     if job.precision not in _PRECISIONS:
         raise ConfigError(
-            f"precision = {job.precision!r}: hasten train computes in {' or '.join(_PRECISIONS)}; plan with one of them"
+            f"precision = {job.precision!r}: hasten train computes in {' or '.join(_PRECISIONS)}; plan "
+            f"with one of them"
         )
     layout = item.layout
     S = job.sequence

@@ -1,7 +1,8 @@
 """The search for the best layout: every candidate is weighed, those that fit are timed, the rest say why not.
 
-Memory comes first because it is cheap; of those that fit each gets a full estimate. The answer keeps the best, the
-runners-up, the Pareto set of step time against memory, and a reason for every layout that was left out.
+Memory comes first because it is cheap; of those that fit each gets a full estimate. The answer keeps the
+best, the runners-up, the Pareto set of step time against memory, and a reason for every layout that was left
+out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SECONDS_PER_DAY = 86400.0
 
 
 class Bound(BaseModel):
-    """One wish: `figure` of the answer stays below or above `value` (s, bytes, days, tokens/s, share, money)."""
+    """One wish: `figure` of the answer stays below or above `value` (s, bytes, days, tokens/s, share,
+    money)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,15 +58,16 @@ class Limits(BaseModel):
     fixed: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Layout` with one value."""
     bounds: tuple[Bound, ...] = ()
-    offload: bool = False
-    """Also layouts that keep the optimizer's states on the host; without it only where nothing else fits."""
+    offload: bool = True
+    """A layout that does not fit is also tried with the optimizer's states on the host."""
     headroom: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of a device's memory that stays free."""
     runners_up: int = Field(default=9, ge=0)
 
 
 class Rejected(NamedTuple):
-    """A layout that was left out: by memory (`missing_bytes` short), by a limit, or because another is faster."""
+    """A layout that was left out: by memory (`missing_bytes` short), by a limit, or because another is
+    faster."""
 
     layout: Layout
     kind: Kind
@@ -110,7 +113,8 @@ def search(
     default.
 
     Raises:
-        ConfigError: no layout can be made at all (batch, heads, a fixed field, a device smaller than one layer).
+        ConfigError: no layout can be made at all (batch, heads, a fixed field, a device smaller than one
+        layer).
     """
     limits = limits or Limits()
     begin = time.perf_counter()
@@ -120,17 +124,19 @@ def search(
     check_layer(model, cluster, job)
     room = cluster.device.memory_bytes.value * (1.0 - limits.headroom)
     notes: list[str] = []
-    listed = list(candidates(model, cluster, job, devices, limits.fixed, limits.offload))
+    listed = list(candidates(model, cluster, job, devices, limits.fixed))
     if not listed:
         raise ConfigError(why_nothing(model, cluster, job, devices, limits.fixed))
     fits, rejected = _weighed(model, cluster, job, listed, room, weigh)
-    if not fits and not limits.offload and "offload" not in limits.fixed:
-        wider = list(candidates(model, cluster, job, devices, limits.fixed, offload=True))
-        listed += [layout for layout in wider if layout.offload != "none"]
-        fits, more = _weighed(model, cluster, job, [x for x in wider if x.offload != "none"], room, weigh)
-        rejected += more
-        if fits:
+    looked_at = len(listed)
+    if limits.offload and "offload" not in limits.fixed:
+        hosted = [item.layout.model_copy(update={"offload": "optimizer"}) for item in rejected]
+        more, still = _weighed(model, cluster, job, hosted, room, weigh)
+        if more and not fits:
             notes.append("nothing fits with the optimizer's states on the device: they are on the host")
+        fits += more
+        rejected += still
+        looked_at += len(hosted)
     timed = sorted((cost(model, cluster, layout, job) for layout in fits), key=_rank)
     timed = _refined(model, cluster, job, timed, room, weigh, cost)
     good, broken = _within(timed, limits, cluster, job)
@@ -144,7 +150,7 @@ def search(
         fitting=tuple(good),
         rejected=tuple(rejected),
         nearest_miss=miss,
-        looked_at=len(listed),
+        looked_at=looked_at,
         seconds=time.perf_counter() - begin,
         notes=tuple(notes),
     )
@@ -164,7 +170,11 @@ def slower(item: Estimate, best: Estimate) -> Rejected:
     behind = item.step_s.value - best.step_s.value
     names = sorted(set(item.parts) | set(best.parts))
     losses = [(item.parts.get(name, 0.0) - best.parts.get(name, 0.0), name) for name in names]
-    worst = [f"{spell_time(loss)} in {name}" for loss, name in sorted(losses, reverse=True)[:2] if loss > 0.02 * behind]
+    worst = [
+        f"{spell_time(loss)} in {name}"
+        for loss, name in sorted(losses, reverse=True)[:2]
+        if loss > 0.02 * behind
+    ]
     percent = 100 * behind / best.step_s.value
     reason = f"slower by {spell_time(behind)} ({percent:.0f} %)" + (f": {', '.join(worst)}" if worst else "")
     return Rejected(item.layout, "slower", reason, step_s=item.step_s.value)
@@ -192,7 +202,8 @@ def check_layer(model: ModelShape, cluster: Cluster, job: Job) -> None:
     element = 4 if job.precision == "fp32" or job.master == "fp32" else 2
     tp = max(d for d in divisors(model.heads) if d <= cluster.joined)
     need = max(
-        element * (model.shared_layer_parameters(i) / tp + model.expert_parameters(i) / max(model.experts, 1) / tp)
+        element
+        * (model.shared_layer_parameters(i) / tp + model.expert_parameters(i) / max(model.experts, 1) / tp)
         for i in {0, model.layers - 1}
     )
     room = cluster.device.memory_bytes.value
@@ -209,39 +220,35 @@ def check_layer(model: ModelShape, cluster: Cluster, job: Job) -> None:
     )
 
 
-def why_nothing(
-    model: ModelShape, cluster: Cluster, job: Job, devices: int, fixed: dict[str, Any]
-) -> str:
+def why_nothing(model: ModelShape, cluster: Cluster, job: Job, devices: int, fixed: dict[str, Any]) -> str:
     """What is wrong where not a single layout can be made, and the nearest that works."""
     for name in fixed:
         if name not in Layout.model_fields:
             return f"a layout has no field {name!r}; {nearest(name, Layout.model_fields)}"
-    if fixed and next(candidates(model, cluster, job, devices, {}), None) is not None:
-        for name in fixed:
-            rest = {key: value for key, value in fixed.items() if key != name}
-            first = {getattr(x, name) for x in candidates(model, cluster, job, devices, rest)}
-            if first:
-                wanted = fixed[name]
-                close = (
-                    min(first, key=lambda v: abs(v - wanted))
-                    if isinstance(wanted, int) and not isinstance(wanted, bool)
-                    else sorted(map(str, first))[0]
-                )
-                return (
-                    f"no layout of {devices} devices with {name} = {wanted} cuts {model.name} "
-                    f"({model.heads} heads, {model.layers} layers) and divides the batch of {job.batch}; the nearest "
-                    f"that works is {name} = {close}"
-                )
-        return f"no layout of {devices} devices has {fixed}"
-    batch = nearest_batch(model, cluster, job, devices, fixed)
-    if batch is not None:
-        return (
-            f"no layout of {devices} devices divides a batch of {job.batch} sequences; the nearest batch that one "
-            f"divides is {batch}"
-        )
-    near = next((n for n in range(devices - 1, 0, -1) if next(candidates(model, cluster, job, n), None)), None)
+    wanted = ", ".join(f"{name} = {value}" for name, value in fixed.items())
+    kind = f"no layout of {devices} devices" + (f" with {wanted}" if fixed else "")
+    if not {"micro_batch", "accumulation"} & set(fixed):
+        batch = nearest_batch(model, cluster, job, devices, fixed)
+        if batch is not None:
+            return f"{kind} divides a batch of {job.batch} sequences; the nearest batch that one divides "
+            f"is {batch}"
+    for name, value in fixed.items():
+        rest = {key: other for key, other in fixed.items() if key != name}
+        works = {getattr(x, name) for x in candidates(model, cluster, job, devices, rest)}
+        if works:
+            number = isinstance(value, int) and not isinstance(value, bool)
+            close = min(works, key=lambda v: abs(v - value)) if number else min(map(str, works))
+            return (
+                f"{kind} cuts {model.name} ({model.heads} heads, {model.layers} layers) and divides the "
+                f"batch of "
+                f"{job.batch}; the nearest that works is {name} = {close}"
+            )
+    near = next(
+        (n for n in range(devices - 1, 0, -1) if next(candidates(model, cluster, job, n), None)), None
+    )
     return (
-        f"no layout cuts {model.name} ({model.heads} heads, {model.layers} layers) over {devices} devices with a "
+        f"no layout cuts {model.name} ({model.heads} heads, {model.layers} layers) over {devices} devices "
+        f"with a "
         f"batch of {job.batch}" + (f"; the nearest number that works is {near}" if near else "")
     )
 
@@ -252,20 +259,14 @@ def nearest_batch(
     """The batch nearest to the job's that some layout divides; None where no batch helps."""
     # A batch that every dp up to `devices` divides shows which there are.
     any_batch = job.model_copy(update={"batch": devices})
-    free = {key: value for key, value in fixed.items() if key not in ("micro_batch", "accumulation")}
-    degrees = {x.dp for x in candidates(model, cluster, any_batch, devices, free)}
-    unit = int(fixed.get("micro_batch", 1)) * int(fixed.get("accumulation", 1))
-    near = [
-        multiple
-        for dp in degrees
-        for multiple in (job.batch // (dp * unit) * dp * unit, (job.batch // (dp * unit) + 1) * dp * unit)
-        if multiple > 0
-    ]
+    degrees = {x.dp for x in candidates(model, cluster, any_batch, devices, fixed)}
+    near = [dp * rows for dp in degrees for rows in (job.batch // dp, job.batch // dp + 1) if rows]
     return min(near, key=lambda b: abs(b - job.batch), default=None)
 
 
 def figures(item: Estimate, cluster: Cluster, job: Job) -> dict[str, float]:
-    """The figures that a limit can bound. days and cost are those of `tokens_total` (0 where it is not asked)."""
+    """The figures that a limit can bound. days and cost are those of `tokens_total` (0 where it is not
+    asked)."""
     devices = item.layout.devices
     days = job.tokens_total / item.tokens_per_s / SECONDS_PER_DAY
     return {
@@ -340,11 +341,19 @@ _REFINE = 12
 
 
 def _refined(
-    model: ModelShape, cluster: Cluster, job: Job, timed: list[Estimate], room: float, weigh: Weigh, cost: Cost
+    model: ModelShape,
+    cluster: Cluster,
+    job: Job,
+    timed: list[Estimate],
+    room: float,
+    weigh: Weigh,
+    cost: Cost,
 ) -> list[Estimate]:
     """The fastest that recompute every layer, also with as few layers recomputed as memory allows."""
     more: list[Estimate] = []
-    for item in [e for e in timed if e.layout.recompute == "full" and e.layout.recompute_layers is None][:_REFINE]:
+    for item in [e for e in timed if e.layout.recompute == "full" and e.layout.recompute_layers is None][
+        :_REFINE
+    ]:
         low, high = 0, max(item.layout.chunks(model.layers)) * item.layout.virtual
         fitting: Layout | None = None
         while low < high:

@@ -49,7 +49,11 @@ def _best(best: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> list
     step = best.step_s
     rows = [
         ("layout", best.layout.describe()),
-        ("step", f"{spell_time(step.value)}  ({spell_time(step.low)} to {spell_time(step.high)}; {best.confidence})"),
+        (
+            "step",
+            f"{spell_time(step.value)}  ({spell_time(step.low)} to {spell_time(step.high)}; "
+            f"{best.confidence})",
+        ),
         ("tokens/s", f"{best.tokens_per_s:,.0f}  ({best.tokens_per_s / best.layout.devices:,.0f} a device)"),
         ("MFU, HFU", f"{100 * best.mfu:.1f} %, {100 * best.hfu:.1f} %  ({MFU})"),
         ("memory", f"{best.memory_peak / 1e9:.1f} of {room / 1e9:.1f} GB at the fullest stage"),
@@ -59,7 +63,8 @@ def _best(best: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> list
         rows.append(
             (
                 f"{whole.tokens:.3g} tokens",
-                f"{days.value:.1f} days ({days.low:.1f} to {days.high:.1f}), {whole.device_hours:,.0f} device hours"
+                f"{days.value:.1f} days ({days.low:.1f} to {days.high:.1f}), {whole.device_hours:,.0f} "
+                f"device hours"
                 + (f", cost {whole.cost:,.0f}" if whole.cost else "")
                 + f", {whole.flops:.3g} FLOP (6 per weight and token)",
             )
@@ -70,8 +75,8 @@ def _best(best: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> list
         if value > 0:
             time.add_row(escape(name), spell_time(value), f"{100 * value / total:.1f} %")
     answer = _table("Best layout", ("what", "value"), 9)
-    for name, value in rows:
-        answer.add_row(name, escape(value))
+    for what, said in rows:
+        answer.add_row(what, escape(said))
     return [answer, time, _memory(best), *[Text(f"note: {note}") for note in best.notes]]
 
 
@@ -156,7 +161,10 @@ def show_fit(answer: Fit, model: ModelShape, cluster: Cluster) -> Any:
     lines = [
         Text(f"{name}: fits, {room}", style="bold green")
         if answer.fits
-        else Text(f"{name}: does not fit; {answer.missing_bytes / 1e9:.1f} GB are missing ({room})", style="bold red"),
+        else Text(
+            f"{name}: does not fit; {answer.missing_bytes / 1e9:.1f} GB are missing ({room})",
+            style="bold red",
+        ),
         Text(f"the smallest layout: {answer.layout}; its fullest stage is {answer.stage}"),
     ]
     table = _table("That stage, GB", ("category", "GB"), 1)
@@ -164,7 +172,9 @@ def show_fit(answer: Fit, model: ModelShape, cluster: Cluster) -> Any:
         if value > 0:
             table.add_row(escape(category), f"{value / 1e9:.2f}")
     if answer.smallest_devices is not None:
-        lines.append(Text(f"the smallest number of devices tried on which it fits: {answer.smallest_devices:,}"))
+        lines.append(
+            Text(f"the smallest number of devices tried on which it fits: {answer.smallest_devices:,}")
+        )
     elif not answer.fits:
         lines.append(Text("no number of these devices that divides this batch is enough"))
     return Group(*lines, table)
@@ -173,7 +183,9 @@ def show_fit(answer: Fit, model: ModelShape, cluster: Cluster) -> Any:
 def show_scaling(rows: Sequence[Scale]) -> Any:
     """The best layout by number of devices."""
     table = _table(
-        "Scaling, the batch staying the same", ("devices", "step", "tokens/s", "efficiency", "MFU", "layout"), 9
+        "Scaling, the batch staying the same",
+        ("devices", "step", "tokens/s", "efficiency", "MFU", "layout"),
+        9,
     )
     for row in rows:
         if row.best is None:

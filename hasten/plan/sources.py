@@ -26,7 +26,8 @@ def open_shape(name: str) -> ModelShape:
     if _HUB_ID.fullmatch(name):
         return _from_hub(name)
     raise InputError(
-        f"model {name!r} is neither a file, a preset nor a hub id (OWNER/NAME); {nearest(name, models.presets())}"
+        f"model {name!r} is neither a file, a preset nor a hub id (OWNER/NAME); "
+        f"{nearest(name, models.presets())}"
     )
 
 
@@ -41,7 +42,8 @@ def _from_hub(name: str) -> ModelShape:
         except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
             first = next(iter(str(error).splitlines()), "")
             raise InputError(
-                f"model {name!r} is not in the cache and its config.json cannot be fetched ({first}); give the file, "
+                f"model {name!r} is not in the cache and its config.json cannot be fetched ({first}); give "
+                f"the file, "
                 f"or a preset: {nearest(name.partition('/')[2].lower(), models.presets())}"
             ) from None
     try:

@@ -192,7 +192,8 @@ class LayoutSection(Section):
     def _one_device(self) -> LayoutSection:
         if (devices := self.tp * self.cp * self.pp * self.dp) > 1:
             raise ValueError(
-                f"tp x cp x pp x dp = {devices} devices; hasten train runs on one so far: plan with --devices 1"
+                f"tp x cp x pp x dp = {devices} devices; hasten train runs on one so far: plan with "
+                f"--devices 1"
             )
         return self
 

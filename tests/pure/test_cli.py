@@ -11,7 +11,16 @@ import pytest
 
 import hasten
 
-COMMANDS = (["demo"], ["train"], ["bench"], ["bench", "train"], ["bench", "ops"], ["doctor"])
+COMMANDS = (
+    ["demo"],
+    ["train"],
+    ["plan"],
+    ["calibrate"],
+    ["bench"],
+    ["bench", "train"],
+    ["bench", "ops"],
+    ["doctor"],
+)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
