@@ -42,7 +42,13 @@ class Case:
     def group(self) -> tuple[object, ...]:
         """Runs of one group differ in their layout alone."""
         job = self.job.model_dump(exclude={"tokens_total"})
-        return self.file, self.model.model_copy(update={"name": ""}), self.cluster.name, self.layout.devices, *job.values()
+        return (
+            self.file,
+            self.model.model_copy(update={"name": ""}),
+            self.cluster.name,
+            self.layout.devices,
+            *job.values(),
+        )
 
 
 def rows(folder: Path, name: str) -> list[Row]:
@@ -104,17 +110,25 @@ def machine(row: Row) -> Cluster:
     if memory := (row.get("gpu_mem_gb") or "").strip():
         found["memory_bytes"] = {"value": float(memory) * 1e9, "source": "the row", "confidence": "given"}
     if rate := re.search(r"HBM\w* ([\d.]+)TB/s", gpu):
-        found["memory_bandwidth"] = {"value": float(rate[1]) * 1e12, "source": "the row", "confidence": "given"}
+        found["memory_bandwidth"] = {
+            "value": float(rate[1]) * 1e12,
+            "source": "the row",
+            "confidence": "given",
+        }
     changes["device"] = found
     text = f"{row.get('notes') or ''}"
     across = None
     if links_ := re.search(r"(\d+) [\w-]+ links of (\d+)\s*Gb/s per node", text):
         across = int(links_[1]) * float(links_[2]) / each
-    elif total := re.search(r"inter (\d+) Gb/s per node|(\d+) Gb/s inter-node \(per node\)|(\d+) Gb/s RoCE per node", text):
+    elif total := re.search(
+        r"inter (\d+) Gb/s per node|(\d+) Gb/s inter-node \(per node\)|(\d+) Gb/s RoCE per node", text
+    ):
         if not (total[3] and not gpu.startswith("A100")):
             across = float(total[1] or total[2] or total[3]) / each
     if across:
-        changes["across"] = {"bandwidth": {"value": across * 1e9 / 8, "source": "the row", "confidence": "given"}}
+        changes["across"] = {
+            "bandwidth": {"value": across * 1e9 / 8, "source": "the row", "confidence": "given"}
+        }
     plain = base.model_dump()
     if plain["devices_per_node"] * plain["nodes"] < count:
         changes["nodes"] = -(-count // each)
@@ -206,7 +220,9 @@ def case(file: str, row: Row) -> Case:
         assumed.append("virtual = 1: not given")
     virtual = _whole(row, "vpp", 1) if pp > 1 else 1
     source, kind = row.get("source") or "", (row.get("attention_impl") or "").lower()
-    modern = any(word in source for word in ("NeMo", "Megatron-Bridge", "MindSpeed", "ModelLink", "Megatron-Core"))
+    modern = any(
+        word in source for word in ("NeMo", "Megatron-Bridge", "MindSpeed", "ModelLink", "Megatron-Core")
+    )
     sharded = any(word in source for word in ("MPT", "torchtitan", "fms-fsdp", "Primus"))
     text = (row.get("recompute") or "").strip()
     if not text and not modern:
@@ -223,7 +239,9 @@ def case(file: str, row: Row) -> Case:
     precision_text = (row.get("precision") or "").lower()
     precision = next((ours for theirs, ours in _PRECISIONS if theirs in precision_text), None)
     if precision is None:
-        raise Refused(f"precision {precision_text!r} is not known" if precision_text else "precision is missing")
+        raise Refused(
+            f"precision {precision_text!r} is not known" if precision_text else "precision is missing"
+        )
     flash = "flash" in kind
     notes = (row.get("notes") or "").lower()
     given = (row.get("seq_parallel") or "").strip()
@@ -238,8 +256,14 @@ def case(file: str, row: Row) -> Case:
         attention="flash" if flash else "materialised",
         dropout=not flash,
         overlap_gradients=modern or sharded,
-        overlap_tensor=("NeMo" in source or "Megatron-Bridge" in source or "mc2" in notes or "async tp" in notes)
+        overlap_tensor=(
+            "NeMo" in source or "Megatron-Bridge" in source or "mc2" in notes or "async tp" in notes
+        )
         and tp > 1,
+        gradient_bytes=2 if precision == "fp16" and not modern and not sharded else 0,
+        gathers_per_layer=12 if zero == 3 and not sharded and not modern else 1,
+        fused_accumulation=modern,
+        adapters="LoRA" in (row.get("locator") or ""),
         compiled="compile" in (row.get("model") or "").lower() or "Megatron-Bridge" in source,
     )
     try:
@@ -285,7 +309,11 @@ def _fitting(model: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> L
     per_stage = -(-model.layers // layout.pp)
     room = cluster.device.memory_bytes.value
     for count in sorted({0, *(per_stage * k // 8 for k in range(1, 9))}):
-        plan = layout if count == 0 else layout.model_copy(update={"recompute": "full", "recompute_layers": count})
+        plan = (
+            layout
+            if count == 0
+            else layout.model_copy(update={"recompute": "full", "recompute_layers": count})
+        )
         if max(sum(stage.values()) for stage in stage_memory(model, cluster, plan, job)) <= room:
             return plan
     return layout.model_copy(update={"recompute": "full"})

@@ -1,7 +1,7 @@
 """Fits the constants of one device on half of the rows and reports the error on both halves.
 
 `python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`. The half
-is chosen by a hash of the row (`adapters.held_back`). Coordinate descent on the mean over files of the mean
+is chosen by a hash of the row (`adapters.held_back`). What is minimised is the mean over files of the mean
 absolute logarithm of predicted over measured time, each constant within bounds that physics allows.
 """
 
@@ -13,12 +13,23 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.planner.adapters import Case, Refused, case, held_back, rows
 from hasten.plan.cost import Costs
 from hasten.plan.efficiency import Constants, constants
 from hasten.plan.step import step
 
-FILES = ("vtrain_single", "vtrain_multi", "megatron", "mpt_fsdp", "bigscience", "nemo", "ascend", "torch_fsdp")
+FILES = (
+    "vtrain_single",
+    "vtrain_multi",
+    "megatron",
+    "mpt_fsdp",
+    "bigscience",
+    "nemo",
+    "ascend",
+    "torch_fsdp",
+)
 
 # Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are those
 # of launches and interconnects.
@@ -80,40 +91,59 @@ def errors(cases: Iterable[Case], known: Constants) -> dict[str, list[float]]:
     return out
 
 
-def loss(cases: list[Case], known: Constants, weights: dict[str, float]) -> float:
-    """What is minimised."""
-    by_file = errors(cases, known)
-    total = 0.0
-    for file, values in by_file.items():
-        total += weights.get(file, 1.0) * sum(abs(v) + v * v for v in values) / len(values)
-    return total / sum(weights.get(file, 1.0) for file in by_file)
+def fit(
+    cases: list[Case], known: Constants, rounds: int, weights: dict[str, float], prior: float
+) -> Constants:
+    """Levenberg-Marquardt in the logarithms of the constants, reweighted towards absolute errors.
 
+    Each constant is held near an unknown device's with a standard deviation of `prior` (in logarithms), so that
+    what the rows do not tell apart stays where physics puts it.
+    """
+    names = list(BOUNDS)
+    low, high = (np.log(np.array([BOUNDS[n][side] for n in names])) for side in (0, 1))
+    middle = np.clip(np.log([max(getattr(Constants(), n), BOUNDS[n][0]) for n in names]), low, high)
+    x = np.clip(np.log([max(getattr(known, n), BOUNDS[n][0]) for n in names]), low, high)
+    counts = {one.file: sum(c.file == one.file for c in cases) for one in cases}
+    share = np.array([weights.get(one.file, 1.0) / counts[one.file] for one in cases])
+    share /= share.sum()
 
-def fit(cases: list[Case], known: Constants, rounds: int, weights: dict[str, float], quiet: bool = False) -> Constants:
-    """Coordinate descent with a step per constant that grows on success and shrinks on failure."""
-    best = loss(cases, known, weights)
-    steps = dict.fromkeys(BOUNDS, 0.2)
+    def residuals(at: np.ndarray) -> np.ndarray:
+        found = replace(Constants(), **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
+        return np.array(
+            [
+                math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds)
+                for c in cases
+            ]
+        )
+
+    def value(at: np.ndarray, r: np.ndarray) -> float:
+        return float((share * np.abs(r)).sum() + 0.002 * (((at - middle) / prior) ** 2).mean())
+
+    r = residuals(x)
+    best, damping = value(x, r), 0.03
     for number in range(rounds):
-        for name, (low, high) in BOUNDS.items():
-            now = max(getattr(known, name), low)
-            for sign in (1.0, -1.0):
-                if name == "slowdown":
-                    trial = min(high, max(low, now + sign * steps[name] * 0.2))
-                else:
-                    trial = min(high, max(low, now * math.exp(sign * steps[name])))
-                changed = replace(known, **{name: trial})
-                value = loss(cases, changed, weights)
-                if value < best:
-                    known, best = changed, value
-                    steps[name] = min(0.6, steps[name] * 1.5)
-                    break
-            else:
-                steps[name] = max(0.004, steps[name] * 0.45)
-        if not quiet:
-            print(f"round {number}: {best:.4f}", flush=True)
-        if max(steps.values()) < 0.005:
+        slopes = np.stack([(residuals(x + 0.02 * row) - r) / 0.02 for row in np.eye(len(x))], axis=1)
+        weight = share / np.maximum(np.abs(r), 0.02)
+        pull = 0.004 / (prior**2 * len(x))
+        hessian = slopes.T @ (slopes * weight[:, None]) + pull * np.eye(len(x))
+        slope = slopes.T @ (weight * r) + pull * (x - middle)
+        moved = False
+        for _ in range(6):
+            free = ~(((x <= low + 1e-9) & (slope > 0)) | ((x >= high - 1e-9) & (slope < 0)))
+            move = np.zeros_like(x)
+            inner = hessian[np.ix_(free, free)]
+            move[free] = -np.linalg.solve(inner + damping * np.diag(np.diag(inner) + 1e-4), slope[free])
+            trial = np.clip(x + np.clip(move, -0.7, 0.7), low, high)
+            again = residuals(trial)
+            if (now := value(trial, again)) < best - 1e-6:
+                x, r, best, moved = trial, again, now, True
+                damping = max(1e-4, damping / 4)
+                break
+            damping *= 5
+        print(f"# round {number}: {best:.4f}", flush=True)
+        if not moved:
             break
-    return known
+    return replace(Constants(), **{n: float(v) for n, v in zip(names, np.exp(x), strict=True)})
 
 
 def main() -> None:
@@ -123,6 +153,7 @@ def main() -> None:
     parser.add_argument("--constants", required=True)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--fresh", action="store_true", help="start from an unknown device's constants")
+    parser.add_argument("--prior", type=float, default=0.6)
     parser.add_argument("--weight", action="append", default=[], metavar="FILE=W")
     asked = parser.parse_args()
     pairs = collect(asked.data, asked.constants)
@@ -130,7 +161,7 @@ def main() -> None:
     device = pairs[0][1].cluster.device
     start = Constants() if asked.fresh else constants(device)
     weights = {text.split("=")[0]: float(text.split("=")[1]) for text in asked.weight}
-    known = fit(fitted, start, asked.rounds, weights)
+    known = fit(fitted, start, asked.rounds, weights, asked.prior)
     print(f"[{asked.constants}]")
     for name in BOUNDS:
         print(f"{name} = {getattr(known, name):.4g}")

@@ -64,9 +64,10 @@ class Network:
         rate = group.inside * self.across_bandwidth()
         if group.inside > 1:
             rate = min(rate, self.inside_bandwidth(group.inside))
-        # Beyond some tens of devices libraries take trees: the number of steps grows as the logarithm.
-        steps = min(float(g - 1), 8.0 * math.log2(g))
-        latency = self.known.inside_s + self.known.across_step_s * steps
+        # A ring meets every device; for all-reduce a library takes trees beyond some tens of devices.
+        ring = (g - group.islands) * self.known.inside_step_s + group.islands * self.known.across_step_s
+        tree = (group.inside * self.known.inside_step_s + 2 * self.known.across_step_s) * math.log2(g)
+        latency = self.known.inside_s + (min(ring, tree) if passes == 2 else ring)
         return passes * (g - 1) / g * volume / rate + latency * passes / 2
 
     def all_reduce(self, volume: float, group: Group) -> float:
@@ -134,7 +135,9 @@ class Network:
             low, high = (low, x) if near > far else (x, high)
         return max(loads(high)), high
 
-    def best_all_reduce(self, volume: float, group: Group) -> tuple[float, Literal["ring", "hierarchical"], int]:
+    def best_all_reduce(
+        self, volume: float, group: Group
+    ) -> tuple[float, Literal["ring", "hierarchical"], int]:
         """The fastest of the library's own and the pipelined hierarchy; the library's own wins ties."""
         best: tuple[float, Literal["ring", "hierarchical"], int] = (self.all_reduce(volume, group), "ring", 1)
         if group.islands > 1 and group.inside > 1:

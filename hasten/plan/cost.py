@@ -64,6 +64,12 @@ class Costs:
         self.data = place(self.cluster, layout.dp * layout.cp, layout.tp)
         self.expert = place(self.cluster, layout.ep) if layout.ep > 1 else Group(1, 1)
 
+    def backward(self, product: Product) -> float:
+        """Of a product's backward pass: with adapters alone trained, weights have no gradient."""
+        if self.job.adapters:
+            return self.clock.forward(product._replace(n=product.k, k=product.n))
+        return self.clock.backward(product)
+
     # One layer ------------------------------------------------------------------------------------------
     def _attention(self, piece: Piece, backward: bool) -> None:
         model, job, layout = self.model, self.job, self.layout
@@ -117,9 +123,15 @@ class Costs:
         if layout.tp > 1:
             volume = self.tokens * model.hidden * self.size
             if layout.sp:
-                each = self.network.all_gather(volume, self.tensor) + self.network.reduce_scatter(volume, self.tensor)
+                each = self.network.all_gather(volume, self.tensor) + self.network.reduce_scatter(
+                    volume, self.tensor
+                )
                 # The input that was split is gathered once more for the gradient of the weights.
-                more = self.network.all_gather(volume, self.tensor) * (1 - self.known.overlap) if backward else 0.0
+                more = (
+                    self.network.all_gather(volume, self.tensor) * (1 - self.known.overlap)
+                    if backward
+                    else 0.0
+                )
                 total, count = 2 * (each + more), 4.0 + (2.0 if backward else 0.0)
             else:
                 total, count = 2 * self.network.all_reduce(volume, self.tensor), 2.0
@@ -146,7 +158,7 @@ class Costs:
         model, job, layout = self.model, self.job, self.layout
         piece = Piece()
         products = layer_products(model, index, self.tokens, layout.tp, layout.ep)
-        price = self.clock.backward if backward else self.clock.forward
+        price = self.backward if backward else self.clock.forward
         piece.add("matmul", sum(price(p) for p in products))
         self._attention(piece, backward)
         piece.add("elementwise", self._elementwise(index, backward))
@@ -195,10 +207,13 @@ class Costs:
         # Logits to fp32, maximum, exponentials and their sum; back: the probabilities and their cast.
         per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 4 + self.size
         volume = self.tokens * model.vocabulary / layout.tp * per
-        price = self.clock.backward if backward else self.clock.forward
+        price = self.backward if backward else self.clock.forward
         piece.add("head", price(logits) + self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0))
         if layout.tp > 1:
-            piece.add("tensor_parallel", self.network.all_reduce(self.tokens * model.hidden * self.size, self.tensor))
+            piece.add(
+                "tensor_parallel",
+                self.network.all_reduce(self.tokens * model.hidden * self.size, self.tensor),
+            )
         piece.host = 15 * self.known.launch_s
         return piece
 
@@ -215,7 +230,7 @@ class Costs:
     def reduce_gradients(self, count: float) -> float:
         """Seconds of the data-parallel reduction (and, with ZeRO-1 and 2, of gathering the new weights)."""
         layout, job = self.layout, self.job
-        if self.data.size == 1:
+        if self.data.size == 1 or job.adapters:
             return 0.0
         gradient = held(job).gradients if job.master != "split" or job.gradient_bytes else 2.0
         if layout.zero == 0:
@@ -235,15 +250,30 @@ class Costs:
     def gather_weights(self, count: float) -> float:
         """Seconds of gathering so many parameters with ZeRO-3."""
         size = 1.0 if self.job.precision in ("fp8", "fp4") else self.size
-        return self.network.all_gather(count * size, self.shard_group())
+        parts = self.job.gathers_per_layer
+        return parts * self.network.all_gather(count * size / parts, self.shard_group())
 
     def scatter_gradients(self, count: float) -> float:
         """Seconds of reducing so many parameters' gradients with ZeRO-3."""
+        if self.job.adapters:
+            return 0.0
         gradient = 4.0 if self.job.master == "fp32" else 2.0
-        return self.network.reduce_scatter(count * gradient, self.shard_group())
+        parts = self.job.gathers_per_layer
+        return parts * self.network.reduce_scatter(count * gradient / parts, self.shard_group())
+
+    def accumulate(self, count: float) -> float:
+        """Seconds of adding one micro batch's gradient of so many parameters to the kept one."""
+        if self.job.fused_accumulation or self.job.adapters:
+            return 0.0
+        if self.layout.zero == 3:
+            count /= self.shard_group().size
+        kept = held(self.job).gradients
+        return count * (self.size + 2 * kept) / (self.clock.bandwidth * self.known.memory)
 
     def optimizer(self, count: float) -> float:
         """Seconds of updating so many parameters: weight, gradient and moments are read and written."""
+        if self.job.adapters:
+            return 0.0
         layout, per = self.layout, held(self.job)
         shards = self.shard_group().size if layout.zero else 1
         volume = count / shards * (2 * (per.optimizer + per.weights) + 2 * per.gradients)

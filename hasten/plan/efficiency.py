@@ -102,7 +102,13 @@ def calibrated(device: Device) -> bool:
 # Tiles that a matrix-product library chooses from, with the share of the best that one of them reaches. The
 # shapes are those of CUTLASS's default kernels; the shares are arithmetic intensity against 128 x 256
 # (loads per FLOP grow as 1/rows + 1/columns), softened by the caches.
-_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 0.94), (128.0, 64.0, 0.82), (64.0, 64.0, 0.66))
+_TILES = (
+    (256.0, 128.0, 1.0),
+    (128.0, 256.0, 1.0),
+    (128.0, 128.0, 0.94),
+    (128.0, 64.0, 0.82),
+    (64.0, 64.0, 0.66),
+)
 
 
 class Clock:
@@ -133,7 +139,12 @@ class Clock:
         else:
             best = m * n * count
         compute = 2.0 * best * k / (rate * ramp)
-        moved = (2.0 if half else self.element) * count * (m * k + n * k + m * n) / (self.bandwidth * known.memory)
+        moved = (
+            (2.0 if half else self.element)
+            * count
+            * (m * k + n * k + m * n)
+            / (self.bandwidth * known.memory)
+        )
         return max(compute, moved) + known.kernel_s
 
     def forward(self, product: Product) -> float:
@@ -161,14 +172,21 @@ class Clock:
         # A sequence shorter than a few blocks of 128 does not fill them.
         share = self.known.flash * narrow * self._head(head_size) * rows / (rows + 256.0)
         if backward:
-            return 2.5 * flops / (self.half_peak * share * self.known.flash_backward) + 2 * self.known.kernel_s
+            return (
+                2.5 * flops / (self.half_peak * share * self.known.flash_backward) + 2 * self.known.kernel_s
+            )
         return flops / (self.half_peak * share) + self.known.kernel_s
 
     def materialised(self, batch: float, rows: float, columns: float, head_size: float) -> float:
         """One batched product of materialised attention: scores, or scores times values."""
         flops = 2.0 * batch * rows * columns * head_size
         share = self.known.batched * self._head(head_size) * head_size / (head_size + 48.0) * 1.375
-        moved = 2.0 * batch * (rows * columns + (rows + columns) * head_size) / (self.bandwidth * self.known.memory)
+        moved = (
+            2.0
+            * batch
+            * (rows * columns + (rows + columns) * head_size)
+            / (self.bandwidth * self.known.memory)
+        )
         return max(flops / (self.half_peak * share), moved) + self.known.kernel_s
 
     def launched(self, device_s: float, host_s: float) -> float:

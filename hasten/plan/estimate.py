@@ -118,6 +118,8 @@ def estimate(
         hfu=hardware / seconds / peak,
         tokens_per_s=tokens / seconds,
         timeline=bars,
-        notes=() if known_device else (f"{cluster.device.name} has not been calibrated: constants of no device",),
+        notes=()
+        if known_device
+        else (f"{cluster.device.name} has not been calibrated: constants of no device",),
         confidence="calibrated" if known_device else "catalogue",
     )

@@ -54,7 +54,8 @@ def seen_tokens(model: ModelShape, sequence: int, causal_half: bool) -> float:
 
 
 def product_weights(model: ModelShape) -> float:
-    """Weights of the layers that one token is multiplied with (no norms, no biases)."""
+    """Weights of the layers that one token is multiplied with (no norms, no biases, no router: NVIDIA's
+    published counts leave it out)."""
     ups = 3 if model.gated else 2
     attention = model.attention_parameters
     if model.biases and model.latent is None:
@@ -64,7 +65,7 @@ def product_weights(model: ModelShape) -> float:
         total += attention
         if model.sparse(index):
             width = model.experts_per_token * model.expert_inner + model.shared_inner
-            total += ups * model.hidden * width + model.hidden * model.experts
+            total += ups * model.hidden * width
         else:
             total += ups * model.hidden * model.inner
     return total
@@ -76,7 +77,11 @@ def flops_per_token(model: ModelShape, sequence: int, convention: Convention = "
     `model` and `full` count matrix products alone, `hardware` also a second forward pass of the layers.
     """
     queries, values = attention_widths(model)
-    seen = seen_tokens(model, sequence, causal_half=convention == "model")
+    seen = seen_tokens(model, sequence, causal_half=False)
+    if convention == "model":
+        # Half of what the mask lets through: half of the square, or of the window.
+        share = 1 / model.window_every if 0 < model.window < sequence else 0.0
+        seen = (share * model.window + (1 - share) * sequence) / 2
     square = 2 * (queries + values) * seen * (model.layers + model.predicted_tokens)
     head = 2 * model.vocabulary * model.hidden * (1 + model.predicted_tokens)
     if convention == "mosaic":
@@ -85,7 +90,11 @@ def flops_per_token(model: ModelShape, sequence: int, convention: Convention = "
     if model.predicted_tokens:
         # A predicting layer is one more layer of the last kind and a product of twice the width (2412.19437).
         ups = 3 if model.gated else 2
-        width = model.experts_per_token * model.expert_inner + model.shared_inner if model.experts else model.inner
+        width = (
+            model.experts_per_token * model.expert_inner + model.shared_inner
+            if model.experts
+            else model.inner
+        )
         extra = model.attention_parameters + ups * model.hidden * width + 2 * model.hidden**2
         body += 2 * extra * model.predicted_tokens
     if convention == "hardware":

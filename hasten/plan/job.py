@@ -37,3 +37,9 @@ class Job(BaseModel):
     dropout: bool = False
     head_chunk: int = Field(default=0, ge=0)
     """Tokens for which logits exist at once; 0: all of the micro batch."""
+    gathers_per_layer: int = Field(default=1, gt=0)
+    """Collectives in which ZeRO-3 gathers one layer: FSDP one, DeepSpeed one for each tensor."""
+    fused_accumulation: bool = False
+    """The product that makes a weight's gradient adds to the kept one itself."""
+    adapters: bool = False
+    """Only small adapters are trained (LoRA): no gradient and no optimizer state of the model's own weights."""

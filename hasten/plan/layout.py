@@ -98,7 +98,8 @@ class Layout(BaseModel):
                 f"stages = {self.stages} holds {sum(self.chunks(model.layers))} layers; the model has "
                 f"{model.layers}"
             )
-        if self.pp * self.virtual > model.layers:
+        # The embedding and the head may have chunks of their own.
+        if self.pp * self.virtual > model.layers + 2:
             raise ConfigError(
                 f"pp x virtual = {self.pp * self.virtual} is more than the model's {model.layers} layers"
             )

@@ -33,6 +33,8 @@ class Held(NamedTuple):
 
 def held(job: Job) -> Held:
     """Bytes of each parameter's states before any sharding (ZeRO, arXiv 1910.02054 section 3.1)."""
+    if job.adapters:
+        return Held(4.0 if job.precision == "fp32" else 2.0, 0.0, 0.0)
     moments = 8.0 if job.optimizer == "adamw" else 4.0
     if job.precision == "fp32" or job.master == "fp32":
         return Held(4.0, float(job.gradient_bytes or 4), moments)
@@ -77,7 +79,9 @@ def layer_activations(
     if recompute == "selective" and job.attention == "materialised":
         inside = 0.0
     if recompute == "operators":
-        outputs = size * tokens * ((queries + keys) / t + h / stream) + feed * 2 / 3 + size * tokens * h / stream
+        outputs = (
+            size * tokens * ((queries + keys) / t + h / stream) + feed * 2 / 3 + size * tokens * h / stream
+        )
         return size * tokens * (h / stream + values / t) + inside + outputs / 2
     return whole + split + inside + feed
 
@@ -126,7 +130,9 @@ def stage_memory(
         ends /= layout.tp
         out = {
             name: per * (dense / c + routed / e)
-            for name, per, c, e in zip(("weights", "gradients", "optimizer"), bytes_of, cut, expert_cut, strict=True)
+            for name, per, c, e in zip(
+                ("weights", "gradients", "optimizer"), bytes_of, cut, expert_cut, strict=True
+            )
         }
         if layout.offload == "optimizer":
             out["optimizer"] = 0.0
@@ -146,26 +152,38 @@ def stage_memory(
         kept = sum(layer_activations(model, layout, job, i) for i in mine)
         if layout.recompute_layers is not None and mine:
             share = min(1.0, layout.recompute_layers / len(mine))
-            kept = share * kept + (1 - share) * sum(layer_activations(model, layout, job, i, "none") for i in mine)
+            kept = share * kept + (1 - share) * sum(
+                layer_activations(model, layout, job, i, "none") for i in mine
+            )
         if layout.offload == "activations":
             kept = min(kept, 2 * kept / max(1, len(mine)))
         out["activations"] = kept * alive
         whole = max((layer_activations(model, layout, job, i, "none") for i in mine), default=0.0)
-        out["rebuilt"] = whole if layout.recompute != "none" and layout.recompute_layers != 0 else 0.0
         tokens = layout.micro_batch * job.sequence / layout.cp
+        again = layout.recompute != "none" and layout.recompute_layers != 0
+        again &= layout.recompute != "selective" or job.attention == "materialised"
+        # A layer's own while it is rebuilt, and the gradients of about half of them.
+        out["rebuilt"] = whole * (1.5 if again else 0.5)
+        if layout.sp:
+            # Inputs of the two blocks, gathered over the tensor-parallel group.
+            out["rebuilt"] += 2 * size * tokens * model.hidden
         stream = layout.tp if layout.sp else 1
         if stage == 0 and job.dropout:
             out["activations"] += tokens * model.hidden / stream * alive
         out["logits"] = 0.0
         if stage == layout.pp - 1:
             at_once = min(tokens, job.head_chunk or tokens)
-            # The logits, their copy in fp32, and its gradient.
-            out["logits"] = at_once * model.vocabulary / layout.tp * (size + 4 + 4)
+            # Eager: logits, their copy in fp32, its log-softmax and the gradient of that. Compiled: logits,
+            # log-softmax, its gradient and the gradient of the logits.
+            per = 2 * size + 8 if job.compiled else size + 12
+            out["logits"] = at_once * model.vocabulary / layout.tp * per
         group = layout.tp * layout.cp * layout.pp * layout.dp
         out["buffers"] = 0.25e9 * sum(d > 1 for d in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
         out["context"] = _CONTEXT if cluster.device.cores else 0.3e9
         if group == 1:
             out["buffers"] = 0.0
-        out["fragmentation"] = _FRAGMENTATION * (out["activations"] + out["rebuilt"] + out["logits"] + out["gathered"])
+        out["fragmentation"] = _FRAGMENTATION * (
+            out["activations"] + out["rebuilt"] + out["logits"] + out["gathered"]
+        )
         found.append(out)
     return tuple(found)

@@ -115,7 +115,9 @@ def _run(
                 at[s] += 1
                 left -= 1
         if left == before:
-            raise RuntimeError(f"schedule {schedule} with {stages} stages x {virtual} and {micro} micro batches stalls")
+            raise RuntimeError(
+                f"schedule {schedule} with {stages} stages x {virtual} and {micro} micro batches stalls"
+            )
     for s in range(stages):
         for wm, wc, w in waiting[s]:
             if bars is not None:

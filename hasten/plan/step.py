@@ -36,7 +36,10 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
     for indices in kinds.values():
         count = len(indices)
         redone = count * again / max(1, len(layers))
-        passes = [(costs.layer(indices[0], False), None), (costs.layer(indices[0], True), costs.recomputed(indices[0]))]
+        passes = [
+            (costs.layer(indices[0], False), None),
+            (costs.layer(indices[0], True), costs.recomputed(indices[0])),
+        ]
         weights = 0.0
         if layout.zero == 3 and costs.data.size > 1:
             dense, routed = costs.parameters([indices[0]], False, False)
@@ -72,9 +75,13 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                 _sum(parts, piece.parts)
                 parts["launch"] = parts.get("launch", 0.0) + whole - piece.device
                 totals[direction] += whole
+    dense, routed = costs.parameters(layers, first, last)
+    if layout.accumulation > 1:
+        added = costs.accumulate(dense + routed)
+        parts["elementwise"] = parts.get("elementwise", 0.0) + added
+        totals[1] += added
     share = known.micro_s / layout.virtual
     parts["launch"] = parts.get("launch", 0.0) + share
-    dense, routed = costs.parameters(layers, first, last)
     return _Chunk(totals[0] + share * 0.4, totals[1] + share * 0.6, parts, dense + routed)
 
 
@@ -109,7 +116,9 @@ def step(costs: Costs, timeline: bool = False) -> Step:
     wait = 1 + known.straggle * math.log2(nodes)
     send = 0.0
     if layout.pp > 1:
-        volume = costs.tokens * model.hidden * costs.size / (layout.tp if layout.sp or layout.virtual > 1 else 1)
+        volume = (
+            costs.tokens * model.hidden * costs.size / (layout.tp if layout.sp or layout.virtual > 1 else 1)
+        )
         send = costs.network.send(volume, near=layout.tp * layout.cp * layout.dp < cluster.joined)
     forward, backward = [c.forward * wait for c in chunks], [c.backward * wait for c in chunks]
     run = simulate(
