@@ -76,8 +76,10 @@ def calibrate(
     path = output or device_file()
     make_folder(path.parent, f"cannot write {path}")
     date = datetime.now(UTC).date().isoformat()
-    comment = f"Measured by `hasten calibrate` on {date} in {measured.seconds:.0f} s. FLOP/s, bytes, "
-    f"bytes/s, seconds."
+    comment = (
+        f"Measured by `hasten calibrate` on {date} in {measured.seconds:.0f} s. FLOP/s, bytes, "
+        "bytes/s, seconds."
+    )
     write_atomically(path, as_toml(cluster, comment))
     if as_json:
         typer.echo(
@@ -311,8 +313,8 @@ def _tables(measured: Measured, cluster: Cluster) -> Any:
     for found in measured.attention:
         rest.add_row(
             f"attention, heads of {found.head_size}",
-            f"{found.forward_flops_per_s / 1e9:,.0f} GFLOP/s forward, {found.backward_flops_per_s / 1e9:,.0f} "
-            f"backward",
+            f"{found.forward_flops_per_s / 1e9:,.0f} GFLOP/s forward, "
+            f"{found.backward_flops_per_s / 1e9:,.0f} backward",
         )
     rest.add_row("memory, read", f"{measured.read_bytes_per_s / 1e9:.1f} GB/s")
     rest.add_row("memory, read and written", f"{measured.update_bytes_per_s / 1e9:.1f} GB/s")

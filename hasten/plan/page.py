@@ -302,8 +302,10 @@ def _rejected(document: Mapping[str, Any]) -> str:
     counts = document["rejected_counts"]
     words = {"memory": "out of memory", "slower": "slower", "limit": "outside a limit"}
     said = ", ".join(f"{count:,} {words.get(kind, kind)}" for kind, count in sorted(counts.items()))
-    head = f"<p>{document['looked_at']:,} layouts in {document['search_s']:.1f} s: "
-    f"{said or 'none left out'}.</p>"
+    head = (
+        f"<p>{document['looked_at']:,} layouts in {document['search_s']:.1f} s: "
+        f"{said or 'none left out'}.</p>"
+    )
     rejected = document.get("rejected") or ()
     if not rejected:
         return head

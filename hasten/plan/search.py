@@ -230,8 +230,10 @@ def why_nothing(model: ModelShape, cluster: Cluster, job: Job, devices: int, fix
     if not {"micro_batch", "accumulation"} & set(fixed):
         batch = nearest_batch(model, cluster, job, devices, fixed)
         if batch is not None:
-            return f"{kind} divides a batch of {job.batch} sequences; the nearest batch that one divides "
-            f"is {batch}"
+            return (
+                f"{kind} divides a batch of {job.batch} sequences; the nearest batch that one divides "
+                f"is {batch}"
+            )
     for name, value in fixed.items():
         rest = {key: other for key, other in fixed.items() if key != name}
         works = {getattr(x, name) for x in candidates(model, cluster, job, devices, rest)}
