@@ -93,7 +93,8 @@ _MACHINES = (
 
 
 def machine(row: Row) -> Cluster:
-    """The cluster of a row: a preset's links, the row's nodes, and what its notes say of network and memory."""
+    """The cluster of a row: a preset's links, the row's nodes, and what its notes say of network and
+    memory."""
     gpu = row.get("gpu") or ""
     for pattern, name, links in _MACHINES:
         if re.search(pattern, gpu):

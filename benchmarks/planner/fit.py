@@ -1,6 +1,7 @@
 """Fits the constants of one device on half of the rows and reports the error on both halves.
 
-`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`. The half
+`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`.
+The half
 is chosen by a hash of the row (`adapters.held_back`). What is minimised is the mean over files of the mean
 absolute logarithm of predicted over measured time, each constant within bounds that physics allows.
 """
@@ -31,8 +32,8 @@ FILES = (
     "torch_fsdp",
 )
 
-# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are those
-# of launches and interconnects.
+# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are
+# those of launches and interconnects.
 BOUNDS = {
     "matmul": (0.4, 0.95),
     "matmul_fp8": (0.3, 0.9),
@@ -63,9 +64,9 @@ BOUNDS = {
 }
 
 
-def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool, Case]]:
-    """The dense runs on devices with these constants, and whether they are held back; of a file with many rows
-    an even choice of the first half."""
+def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool,
+Case]]: """The dense runs on devices with these constants, and whether they are held back; of a file with many
+    rows an even choice of the first half."""
     found: list[tuple[bool, Case]] = []
     for file in FILES:
         mine = []
@@ -73,6 +74,7 @@ def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool, Case]]
             try:
                 one = case(file, row)
             except Refused:
+               
                 continue
             if (one.cluster.device.constants or one.cluster.device.name) == name and not one.model.experts:
                 mine.append((held_back(row), one))
@@ -110,8 +112,8 @@ def fit(
     def residuals(at: np.ndarray) -> np.ndarray:
         found = replace(Constants(), **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
         return np.array(
-            [
-                math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds)
+           
+                [ math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds)
                 for c in cases
             ]
         )

@@ -67,7 +67,10 @@ OFFLOAD = Annotated[
     typer.Option("--offload/--no-offload", help="Where memory lacks, the optimizer's states on the host."),
 ]
 HEADROOM = Annotated[
-    float, typer.Option("--headroom", min=0, max=0.9, help="Share of a device's memory that stays free.")
+    float,
+    typer.Option(
+        "--headroom", min=0, max=0.9, help="Share of memory that stays free: it is predicted to about 5 %."
+    ),
 ]
 PRICE = Annotated[float | None, typer.Option("--price", min=0, help="Cost of one device for one hour.")]
 SET = Annotated[
@@ -104,7 +107,7 @@ def plan(
     fix: FIX = None,
     limit: LIMIT = None,
     offload: OFFLOAD = True,
-    headroom: HEADROOM = 0.0,
+    headroom: HEADROOM = 0.05,
     price: PRICE = None,
     settings: SET = None,
     fit: FIT = False,

@@ -16,10 +16,11 @@ from hasten.plan.job import Job
 from hasten.plan.layout import Layout
 from hasten.plan.model import ModelShape
 
-# Context of a CUDA process with NCCL and cuBLAS: about 0.6 GB and 0.5 GB (ROCm/Megatron-LM#161, NVIDIA/Megatron-LM
-# #525 find 1 to 3 GB in all).
+# Context of a CUDA process with NCCL and cuBLAS: about 0.6 GB and 0.5 GB (ROCm/Megatron-LM#161,
+# NVIDIA/Megatron-LM #525 find 1 to 3 GB in all).
 _CONTEXT = 1.2e9
-# Share of the movable memory that the caching allocator cannot use; PyTorch's expandable segments bring it down.
+# Share of the movable memory that the caching allocator cannot use; PyTorch's expandable segments bring it
+# down.
 _FRAGMENTATION = 0.03
 
 

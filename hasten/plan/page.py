@@ -252,6 +252,7 @@ def _pareto(document: Mapping[str, Any]) -> str:
             f'<text x="{x:.0f}" y="{height + 18}" text-anchor="middle" class="soft">{spell_time(step)}</text>'
         )
         _, y = place(min(xs), top * tick / 4)
+        y = max(y, 24 if tick == 4 else 0)  # Below the name of the axis.
         lines.append(
             f'<text x="52" y="{y + 4:.0f}" text-anchor="end" class="soft">{top * tick / 4:.0f}</text>'
         )
