@@ -93,8 +93,7 @@ _MACHINES = (
 
 
 def machine(row: Row) -> Cluster:
-    """The cluster of a row: a preset's links, the row's nodes, and what its notes say of network and
-    memory."""
+    """The cluster of a row: a preset's links, the row's nodes, and what its notes say of network and memory."""
     gpu = row.get("gpu") or ""
     for pattern, name, links in _MACHINES:
         if re.search(pattern, gpu):
@@ -263,6 +262,7 @@ def case(file: str, row: Row) -> Case:
         and tp > 1,
         gradient_bytes=2 if precision == "fp16" and not modern and not sharded else 0,
         gathers_per_layer=12 if zero == 3 and not sharded and not modern else 1,
+        fused_loss="torchtitan" in source and "2025" in source,
         fused_accumulation=modern,
         adapters="LoRA" in (row.get("locator") or ""),
         compiled="compile" in (row.get("model") or "").lower() or "Megatron-Bridge" in source,

@@ -1,7 +1,6 @@
 """Fits the constants of one device on half of the rows and reports the error on both halves.
 
-`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`.
-The half
+`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`. The half
 is chosen by a hash of the row (`adapters.held_back`). What is minimised is the mean over files of the mean
 absolute logarithm of predicted over measured time, each constant within bounds that physics allows.
 """
@@ -32,8 +31,8 @@ FILES = (
     "torch_fsdp",
 )
 
-# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are
-# those of launches and interconnects.
+# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are those
+# of launches and interconnects.
 BOUNDS = {
     "matmul": (0.4, 0.95),
     "matmul_fp8": (0.3, 0.9),
@@ -64,9 +63,18 @@ BOUNDS = {
 }
 
 
-def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool,
-Case]]: """The dense runs on devices with these constants, and whether they are held back; of a file with many
-    rows an even choice of the first half."""
+# What collectives.csv says itself of the fast links, and is therefore not fitted on step times: the slope and the
+# intercept of nccl-tests' all-reduce over 2, 4 and 8 devices (A100: 197 to 229 GB/s beyond 1 GB, 41 to 100 us at
+# 1 to 4 MB; H200: 361 to 366 GB/s of ring, gather and scatter, 45 us).
+MEASURED = {
+    "a100": {"inside": 0.75, "inside_s": 4e-5, "inside_step_s": 6e-6},
+    "h100": {"inside": 0.81, "inside_s": 4e-5, "inside_step_s": 1e-6},
+}
+
+
+def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool, Case]]:
+    """The dense runs on devices with these constants, and whether they are held back; of a file with many rows
+    an even choice of the first half."""
     found: list[tuple[bool, Case]] = []
     for file in FILES:
         mine = []
@@ -74,7 +82,6 @@ Case]]: """The dense runs on devices with these constants, and whether they are 
             try:
                 one = case(file, row)
             except Refused:
-               
                 continue
             if (one.cluster.device.constants or one.cluster.device.name) == name and not one.model.experts:
                 mine.append((held_back(row), one))
@@ -94,14 +101,20 @@ def errors(cases: Iterable[Case], known: Constants) -> dict[str, list[float]]:
 
 
 def fit(
-    cases: list[Case], known: Constants, rounds: int, weights: dict[str, float], prior: float
+    cases: list[Case],
+    known: Constants,
+    rounds: int,
+    weights: dict[str, float],
+    prior: float,
+    fixed: dict[str, float],
 ) -> Constants:
     """Levenberg-Marquardt in the logarithms of the constants, reweighted towards absolute errors.
 
     Each constant is held near an unknown device's with a standard deviation of `prior` (in logarithms), so that
     what the rows do not tell apart stays where physics puts it.
     """
-    names = list(BOUNDS)
+    names = [name for name in BOUNDS if name not in fixed]
+    base = replace(Constants(), **fixed)
     low, high = (np.log(np.array([BOUNDS[n][side] for n in names])) for side in (0, 1))
     middle = np.clip(np.log([max(getattr(Constants(), n), BOUNDS[n][0]) for n in names]), low, high)
     x = np.clip(np.log([max(getattr(known, n), BOUNDS[n][0]) for n in names]), low, high)
@@ -110,10 +123,10 @@ def fit(
     share /= share.sum()
 
     def residuals(at: np.ndarray) -> np.ndarray:
-        found = replace(Constants(), **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
+        found = replace(base, **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
         return np.array(
-           
-                [ math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds)
+            [
+                math.log(step(Costs(c.model, c.cluster, c.layout, c.job, found)).seconds / c.seconds)
                 for c in cases
             ]
         )
@@ -145,7 +158,7 @@ def fit(
         print(f"# round {number}: {best:.4f}", flush=True)
         if not moved:
             break
-    return replace(Constants(), **{n: float(v) for n, v in zip(names, np.exp(x), strict=True)})
+    return replace(base, **{n: float(v) for n, v in zip(names, np.exp(x), strict=True)})
 
 
 def main() -> None:
@@ -156,14 +169,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--fresh", action="store_true", help="start from an unknown device's constants")
     parser.add_argument("--prior", type=float, default=0.6)
+    parser.add_argument("--start", action="append", default=[], metavar="CONSTANT=VALUE")
     parser.add_argument("--weight", action="append", default=[], metavar="FILE=W")
     asked = parser.parse_args()
     pairs = collect(asked.data, asked.constants)
     fitted = [one for kept, one in pairs if not kept]
     device = pairs[0][1].cluster.device
     start = Constants() if asked.fresh else constants(device)
+    start = replace(start, **{text.split("=")[0]: float(text.split("=")[1]) for text in asked.start})
     weights = {text.split("=")[0]: float(text.split("=")[1]) for text in asked.weight}
-    known = fit(fitted, start, asked.rounds, weights, asked.prior)
+    known = fit(fitted, start, asked.rounds, weights, asked.prior, MEASURED.get(asked.constants, {}))
     print(f"[{asked.constants}]")
     for name in BOUNDS:
         print(f"{name} = {getattr(known, name):.4g}")

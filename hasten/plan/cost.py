@@ -13,8 +13,8 @@ from hasten.plan.layout import Layout
 from hasten.plan.memory import held
 from hasten.plan.model import ModelShape
 
-# Kernels that an eager framework starts for one layer's forward pass: counted in Megatron-LM's and
-# transformers' modules. Autograd's backward pass starts about 1.6 times as many, without Python between them.
+# Kernels that an eager framework starts for one layer's forward pass: counted in Megatron-LM's and transformers'
+# modules. Autograd's backward pass starts about 1.6 times as many, without Python between them.
 _OPERATORS, _OPERATORS_ATTENTION, _OPERATORS_ROTARY, _OPERATORS_DROPOUT = 16.0, 6.0, 6.0, 3.0
 _BACKWARD_OPERATORS = 1.6
 # Of those, what remains after fusion by a compiler.
@@ -206,6 +206,8 @@ class Costs:
         logits = Product("router", self.tokens, model.vocabulary / layout.tp, model.hidden)
         # Logits to fp32, maximum, exponentials and their sum; back: the probabilities and their cast.
         per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 4 + self.size
+        if self.job.fused_loss:
+            per = self.size if not backward else 2 * self.size
         volume = self.tokens * model.vocabulary / layout.tp * per
         price = self.backward if backward else self.clock.forward
         piece.add("head", price(logits) + self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0))

@@ -91,7 +91,7 @@ def constants(device: Device) -> Constants:
     for name in device.overrides:
         if name not in known:
             raise ConfigError(f"{device.name}: no constant {name!r}; {nearest(name, known)}")
-    return replace(Constants(), **_fitted().get(device.constants or device.name, {}), **device.overrides)
+    return replace(Constants(), **{**_fitted().get(device.constants or device.name, {}), **device.overrides})
 
 
 def calibrated(device: Device) -> bool:

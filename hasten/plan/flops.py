@@ -113,8 +113,8 @@ def layer_products(model: ModelShape, index: int, tokens: float, tp: int, ep: in
     Args:
         tokens: of the micro batch on one device of the tensor parallel group (that group shares all of them).
         tp: tensor parallel degree; columns or rows are divided by it.
-        ep: expert parallel degree; balanced routing is assumed, so a device's experts see as many tokens
-            as its own tokens send out.
+        ep: expert parallel degree; balanced routing is assumed, so a device's experts see as many tokens as its
+            own tokens send out.
     """
     h = model.hidden
     if model.latent is not None:

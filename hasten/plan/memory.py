@@ -16,11 +16,10 @@ from hasten.plan.job import Job
 from hasten.plan.layout import Layout
 from hasten.plan.model import ModelShape
 
-# Context of a CUDA process with NCCL and cuBLAS: about 0.6 GB and 0.5 GB (ROCm/Megatron-LM#161,
-# NVIDIA/Megatron-LM #525 find 1 to 3 GB in all).
+# Context of a CUDA process with NCCL and cuBLAS: about 0.6 GB and 0.5 GB (ROCm/Megatron-LM#161, NVIDIA/Megatron-LM
+# #525 find 1 to 3 GB in all).
 _CONTEXT = 1.2e9
-# Share of the movable memory that the caching allocator cannot use; PyTorch's expandable segments bring it
-# down.
+# Share of the movable memory that the caching allocator cannot use; PyTorch's expandable segments bring it down.
 _FRAGMENTATION = 0.03
 
 
@@ -176,7 +175,7 @@ def stage_memory(
             at_once = min(tokens, job.head_chunk or tokens)
             # Eager: logits, their copy in fp32, its log-softmax and the gradient of that. Compiled: logits,
             # log-softmax, its gradient and the gradient of the logits.
-            per = 2 * size + 8 if job.compiled else size + 12
+            per = 2 * size if job.fused_loss else 2 * size + 8 if job.compiled else size + 12
             out["logits"] = at_once * model.vocabulary / layout.tp * per
         group = layout.tp * layout.cp * layout.pp * layout.dp
         out["buffers"] = 0.25e9 * sum(d > 1 for d in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))

@@ -320,8 +320,8 @@ def spell_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
 
 
-# How much faster a layout that uses the host must be to come before one that does not: what a host does beside its
-# devices (data, checkpoints, other jobs) is the least certain of all figures.
+# How much faster a layout that uses the host must be to come before one that does not: what a host does
+# beside its devices (data, checkpoints, other jobs) is the least certain of all figures.
 _HOST_MARGIN = 1.03
 
 

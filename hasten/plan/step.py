@@ -58,8 +58,7 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                     traffic += costs.scatter_gradients(weights)
                     calls = 2.0
                 host += calls * known.collective_launch_s
-                # Collectives run beside computation and slow it down; what does not fit beside it is
-                # waited for.
+                # Collectives run beside computation and slow it down; what does not fit beside it is waited for.
                 beside = min(traffic, device)
                 exposed = max(traffic - known.overlap * device, (1 - known.overlap) * traffic * 0.25)
                 exposed = max(exposed, 0.0) + beside * (known.slowdown - 1)
