@@ -1,8 +1,9 @@
 """Our own runs: the planner's prediction against `hasten train` on this machine, over small configurations.
 
-`python -m benchmarks.planner.own --cluster FILE [--json FILE]`. FILE is what `hasten calibrate --output` wrote here.
-Every run is a whole `hasten train` of a few steps on a random Llama of the given shape; the median step counts,
-the first two (capture, proof) do not. On a machine that others use, both sides are noise: say so beside the figures.
+`python -m benchmarks.planner.own --cluster FILE [--json FILE]`. FILE is what `hasten calibrate --output` wrote
+here. Every run is a whole `hasten train` of a few steps on a random Llama of the given shape; the median step
+counts, the first two (capture, proof) do not. On a machine that others use, both sides are noise: say so beside
+the figures.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def make_model(run: Run, folder: Path) -> ModelShape:
     return load(folder)
 
 
-def measure(run: Run, model: Path, folder: Path) -> tuple[float, int]:
-    """Median seconds of a step, and the peak of the process's memory so far."""
+def measure(run: Run, model: Path, folder: Path) -> float:
+    """Median seconds of a step."""
     from hasten.train import train
     from hasten.train.config import RunConfig
 
@@ -101,10 +102,10 @@ def measure(run: Run, model: Path, folder: Path) -> tuple[float, int]:
             "output": {"folder": str(folder / "out"), "tensorboard": False},
         }
     )
-    result = train(config, progress=False)
+    train(config, progress=False)
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [float(row["step_s"]) for row in rows if "step_s" in row]
-    return statistics.median(steps[UNCOUNTED:]), result.peak_rss_bytes
+    return statistics.median(steps[UNCOUNTED:])
 
 
 def main() -> None:
@@ -119,7 +120,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="hasten-own-") as name:
             folder = Path(name)
             shape = make_model(run, folder / "model")
-            measured, _ = measure(run, folder / "model", folder)
+            measured = measure(run, folder / "model", folder)
             layout = Layout(
                 micro_batch=run.micro_batch,
                 accumulation=run.batch // run.micro_batch,

@@ -19,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     from hasten.base.screen import Screen
     from hasten.plan.cluster import Cluster
-    from hasten.plan.measure import Attention, Line, Message, Product
+    from hasten.plan.measure import Attention, Line, Message, Product, Step
 
 HELP = """Measure this machine for hasten plan, in under two minutes.
 
@@ -61,6 +61,7 @@ class Measured(NamedTuple):
     update_bytes_per_s: float
     small_operator_s: float
     messages: list[Message]
+    steps: list[Step]
     seconds: float
 
 
@@ -105,7 +106,7 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
     begin = time.perf_counter()
     facts = detect()
     formats = ["float32", *(["bfloat16"] if device != "cpu" or facts.bf16_in_hardware.value else [])]
-    stages = len(formats) + 3
+    stages = len(formats) + 4
     with screen.bar("calibrating", stages) as bar:
         done = [0]
 
@@ -123,7 +124,10 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
         update = measure.update_bandwidth(device, size // 4)
         small = measure.small_operator(device)
         messages: list[Message] = []
+        steps: list[Step] = []
         if device == "cpu":
+            advance("small training steps")
+            steps = [] if quick else measure.small_steps(formats[-1])
             name, count, memory = facts.processor.value, 1, float(facts.memory_limit_bytes.value)
             backend = "gloo"
         else:
@@ -145,6 +149,7 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
         update_bytes_per_s=update,
         small_operator_s=small,
         messages=messages,
+        steps=steps,
         seconds=time.perf_counter() - begin,
     )
 
@@ -199,7 +204,7 @@ def as_cluster(measured: Measured) -> Cluster:
         "kernel_s": measured.small_operator_s,
         "launch_s": 0.0 if measured.device == "cpu" else 9e-6,
     }
-    return clusters.build(
+    whole = clusters.build(
         {
             "name": "this machine",
             "device": {
@@ -216,6 +221,48 @@ def as_cluster(measured: Measured) -> Cluster:
         },
         "this machine",
     )
+    launches = fixed_costs(measured.steps, whole, "bf16" if "bfloat16" in rates else "fp32")
+    return clusters.overridden(whole, {"device": {"overrides": launches}}) if launches else whole
+
+
+def fixed_costs(steps: Sequence[Step], cluster: Cluster, precision: str) -> dict[str, float]:
+    """`launch_s`, `micro_s` and `step_s` with which the planner predicts the small steps as measured.
+
+    On a processor an operator's fixed cost adds to its work (exponent 1) where an accelerator hides it.
+    None of the three is negative.
+    """
+    from hasten.plan.cluster import overridden
+    from hasten.plan.estimate import estimate
+    from hasten.plan.job import Job
+    from hasten.plan.layout import Layout
+    from hasten.plan.measure import SMALL_SHAPE, SMALL_STEPS, SMALL_TOKENS
+    from hasten.plan.model import ModelShape
+
+    if {(step.layers, step.micro_batches) for step in steps} != set(SMALL_STEPS):
+        return {}
+    # The part called launch counts operators when one costs a second and a micro batch nothing.
+    probe = {"launch_norm": 1.0, "launch_s": 1.0, "micro_s": 0.0, "step_s": 0.0}
+    counting = overridden(cluster, {"device": {"overrides": probe}})
+    rest: dict[tuple[int, int], tuple[float, float]] = {}
+    for step in steps:
+        shape = ModelShape.model_validate({**SMALL_SHAPE, "layers": step.layers})
+        job = Job.model_validate(
+            {"batch": step.micro_batches, "sequence": SMALL_TOKENS, "precision": precision, "master": "fp32"}
+        )
+        item = estimate(shape, counting, Layout(accumulation=step.micro_batches), job)
+        operators = item.parts["launch"]
+        rest[step.layers, step.micro_batches] = (
+            step.seconds - (item.step_s.value - operators),
+            operators,
+        )
+    (few, few_operators), (many, many_operators), (thrice, thrice_operators) = (
+        rest[key] for key in SMALL_STEPS
+    )
+    launch = max(0.0, (many - few) / (many_operators - few_operators))
+    micro = max(0.0, ((thrice - few) - launch * (thrice_operators - few_operators)) / 2)
+    whole = max(0.0, few - launch * few_operators - micro)
+    found = {"launch_norm": 1.0, "launch_s": launch, "micro_s": micro, "step_s": whole}
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
 def fit_products(products: Sequence[Product]) -> tuple[dict[str, float], float, float]:
@@ -286,7 +333,7 @@ def _chosen(device: str) -> str:
 
 def _plain(measured: Measured) -> dict[str, Any]:
     whole = measured._asdict()
-    for name in ("products", "attention", "messages"):
+    for name in ("products", "attention", "messages", "steps"):
         whole[name] = [row._asdict() for row in whole[name]]
     return whole
 
@@ -318,6 +365,9 @@ def _tables(measured: Measured, cluster: Cluster) -> Any:
         )
     rest.add_row("memory, read", f"{measured.read_bytes_per_s / 1e9:.1f} GB/s")
     rest.add_row("memory, read and written", f"{measured.update_bytes_per_s / 1e9:.1f} GB/s")
+    for step in measured.steps:
+        what = f"a step of {step.layers} small layers, {step.micro_batches} micro batch(es)"
+        rest.add_row(what, f"{step.seconds * 1e3:.1f} ms")
     rest.add_row("a small operator", f"{measured.small_operator_s * 1e6:.1f} us")
     tables: list[Any] = [products, rest]
     if measured.messages:

@@ -81,6 +81,14 @@ class Attention(NamedTuple):
     backward_flops_per_s: float
 
 
+class Step(NamedTuple):
+    """One optimizer step of a model so small that nothing but its operators' fixed costs takes time."""
+
+    layers: int
+    micro_batches: int
+    seconds: float
+
+
 class Line(NamedTuple):
     """time = latency_s + moved bytes / bytes_per_s; moved bytes are those that each rank must send."""
 
@@ -159,6 +167,60 @@ def small_operator(device: str = "cpu") -> float:
             torch.add(a, a)
 
     return timed(hundred, device) / 100
+
+
+# A Llama in which every product is tiny; `SMALL_SHAPE` is the same for the planner.
+SMALL_SHAPE = {
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "inner": 128,
+    "vocabulary": 256,
+}
+SMALL_TOKENS = 32
+# (layers, micro batches): two differ in each, which separates the costs of a layer, a micro batch and a step.
+SMALL_STEPS = ((2, 1), (6, 1), (2, 3))
+
+
+def small_steps(dtype: str, repeats: int = 12) -> list[Step]:
+    """Optimizer steps of small models, rewritten by hasten as `hasten train` does; CPU only."""
+    import hasten
+    from hasten.models import tiny_model
+
+    found = []
+    for layers, micro_batches in SMALL_STEPS:
+        model = tiny_model(
+            "llama",
+            num_hidden_layers=layers,
+            hidden_size=SMALL_SHAPE["hidden"],
+            num_attention_heads=SMALL_SHAPE["heads"],
+            num_key_value_heads=SMALL_SHAPE["kv_heads"],
+            intermediate_size=SMALL_SHAPE["inner"],
+            vocab_size=SMALL_SHAPE["vocabulary"],
+        )
+        tokens = torch.arange(SMALL_TOKENS).view(1, -1) % SMALL_SHAPE["vocabulary"]
+        hasten.optimize(model, precision="follow", measure=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step(
+            model: Any = model, optimizer: Any = optimizer, count: int = micro_batches, x: torch.Tensor = tokens
+        ) -> None:
+            for _ in range(count):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+                    loss = model(input_ids=x, labels=x, use_cache=False).loss
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begin)
+        hasten.restore(model)
+        found.append(Step(layers, micro_batches, statistics.median(times[2:])))
+    return found
 
 
 def read_bandwidth(device: str = "cpu", size_bytes: int = 1 << 29) -> float:

@@ -440,6 +440,22 @@ def test_latency_and_bandwidth_are_found_again():
     assert line.bytes_per_s == pytest.approx(2e9)
 
 
+def test_fixed_costs_are_found_again():
+    from hasten.plan.measure import SMALL_SHAPE, SMALL_STEPS, SMALL_TOKENS, Step
+
+    truth = {"launch_norm": 1.0, "launch_s": 2e-5, "micro_s": 3e-3, "step_s": 5e-3}
+    start = clusters.overridden(clusters.preset("dgx-a100-80g"), {"device": {"cores": 0}})
+    costly = clusters.overridden(start, {"device": {"overrides": truth}})
+    steps = []
+    for layers, micro_batches in SMALL_STEPS:
+        shape = models.ModelShape.model_validate({**SMALL_SHAPE, "layers": layers})
+        job = Job(batch=micro_batches, sequence=SMALL_TOKENS, master="fp32")
+        item = estimate(shape, costly, Layout(accumulation=micro_batches), job)
+        steps.append(Step(layers, micro_batches, item.step_s.value))
+    assert calibrate.fixed_costs(steps, start, "bf16") == pytest.approx(truth, rel=0.01)
+    assert calibrate.fixed_costs([], start, "bf16") == {}
+
+
 def test_calibrate_refuses_a_device_that_is_not_there():
     got = CliRunner().invoke(app, ["calibrate", "--device", "gpu"])
     assert isinstance(got.exception, ConfigError)
