@@ -20,7 +20,7 @@ from hasten.plan.model import ModelShape
 Row = Mapping[str, str]
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818
     """A row that lacks what matters; says what."""
 
 
@@ -93,18 +93,16 @@ _MACHINES = (
 
 
 def machine(row: Row) -> Cluster:
-    """The cluster of a row: a preset's links, the row's nodes, and what its notes say of network and memory."""
+    """The cluster of a row: a preset's links, the row's nodes, and what its notes say of network and
+    memory."""
     gpu = row.get("gpu") or ""
-    for pattern, name, links in _MACHINES:
-        if re.search(pattern, gpu):
-            break
-    else:
+    found_by = next((entry for entry in _MACHINES if re.search(entry[0], gpu)), None)
+    if found_by is None:
         raise Refused(f"no figures of the device {gpu!r}" if gpu else "gpu is missing")
+    _, name, links = found_by
     count, each = _whole(row, "n_gpus"), _whole(row, "gpus_per_node", 8)
     base = preset(links, nodes=max(1, -(-count // each)))
-    changes: dict[str, object] = {"devices_per_node": min(each, 8) if base.domain == 0 else each}
-    if base.domain == 0:
-        changes["devices_per_node"] = each
+    changes: dict[str, object] = {"devices_per_node": each}
     known: Device = device(name)
     found: dict[str, object] = known.model_dump()
     if memory := (row.get("gpu_mem_gb") or "").strip():
@@ -120,18 +118,14 @@ def machine(row: Row) -> Cluster:
     across = None
     if links_ := re.search(r"(\d+) [\w-]+ links of (\d+)\s*Gb/s per node", text):
         across = int(links_[1]) * float(links_[2]) / each
-    elif total := re.search(
-        r"inter (\d+) Gb/s per node|(\d+) Gb/s inter-node \(per node\)|(\d+) Gb/s RoCE per node", text
-    ):
-        if not (total[3] and not gpu.startswith("A100")):
-            across = float(total[1] or total[2] or total[3]) / each
+    elif total := re.search(r"inter (\d+) Gb/s per node|(\d+) Gb/s inter-node \(per node\)", text):
+        across = float(total[1] or total[2]) / each
+    elif (total := re.search(r"A100 tables: (\d+) Gb/s RoCE per node", text)) and "A100" in gpu:
+        across = float(total[1]) / each
     if across:
         changes["across"] = {
             "bandwidth": {"value": across * 1e9 / 8, "source": "the row", "confidence": "given"}
         }
-    plain = base.model_dump()
-    if plain["devices_per_node"] * plain["nodes"] < count:
-        changes["nodes"] = -(-count // each)
     return overridden(base, changes, f"row {row.get('id')}")
 
 

@@ -1,6 +1,7 @@
 """Fits the constants of one device on half of the rows and reports the error on both halves.
 
-`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`. The half
+`python -m benchmarks.planner.fit --data DIR --constants a100` prints a table for `presets/fitted.toml`.
+The half
 is chosen by a hash of the row (`adapters.held_back`). What is minimised is the mean over files of the mean
 absolute logarithm of predicted over measured time, each constant within bounds that physics allows.
 """
@@ -31,8 +32,8 @@ FILES = (
     "torch_fsdp",
 )
 
-# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are those
-# of launches and interconnects.
+# Between which values a constant is looked for. Shares of a datasheet's figure stay below 1; latencies are
+# those of launches and interconnects.
 BOUNDS = {
     "matmul": (0.4, 0.95),
     "matmul_fp8": (0.3, 0.9),
@@ -42,7 +43,8 @@ BOUNDS = {
     "flash": (0.2, 0.85),
     "flash_backward": (0.5, 1.0),
     "flash_narrow": (0.4, 1.0),
-    "batched": (0.1, 0.7),
+    "batched": (0.1, 0.9),
+    "batched_narrow": (4.0, 500.0),
     "misaligned": (0.05, 1.0),
     "kernel_s": (1e-6, 1e-5),
     "launch_s": (1e-6, 8e-5),
@@ -56,6 +58,7 @@ BOUNDS = {
     "inside_step_s": (1e-7, 5e-5),
     "across_step_s": (1e-6, 1e-4),
     "point": (0.1, 0.95),
+    "hop_s": (1e-5, 3e-2),
     "overlap": (0.1, 0.95),
     "slowdown": (1.0, 1.3),
     "optimizer": (0.2, 0.95),
@@ -63,18 +66,18 @@ BOUNDS = {
 }
 
 
-# What collectives.csv says itself of the fast links, and is therefore not fitted on step times: the slope and the
-# intercept of nccl-tests' all-reduce over 2, 4 and 8 devices (A100: 197 to 229 GB/s beyond 1 GB, 41 to 100 us at
-# 1 to 4 MB; H200: 361 to 366 GB/s of ring, gather and scatter, 45 us).
+# What collectives.csv says itself of the fast links, and is therefore not fitted on step times: the slope of
+# nccl-tests' all-reduce over 2, 4 and 8 devices (A100: 197 to 229 GB/s beyond 1 GB; H200: 361 to 366 GB/s of
+# ring, gather and scatter).
 MEASURED = {
-    "a100": {"inside": 0.75, "inside_s": 4e-5, "inside_step_s": 6e-6},
-    "h100": {"inside": 0.81, "inside_s": 4e-5, "inside_step_s": 1e-6},
+    "a100": {"inside": 0.75},
+    "h100": {"inside": 0.81},
 }
 
 
 def collect(folder: Path, name: str, most: int = 120) -> list[tuple[bool, Case]]:
-    """The dense runs on devices with these constants, and whether they are held back; of a file with many rows
-    an even choice of the first half."""
+    """The dense runs on devices with these constants, and whether they are held back; of a file with many
+    rows an even choice of the first half."""
     found: list[tuple[bool, Case]] = []
     for file in FILES:
         mine = []
@@ -110,8 +113,8 @@ def fit(
 ) -> Constants:
     """Levenberg-Marquardt in the logarithms of the constants, reweighted towards absolute errors.
 
-    Each constant is held near an unknown device's with a standard deviation of `prior` (in logarithms), so that
-    what the rows do not tell apart stays where physics puts it.
+    Each constant is held near an unknown device's with a standard deviation of `prior` (in logarithms), so
+    that what the rows do not tell apart stays where physics puts it.
     """
     names = [name for name in BOUNDS if name not in fixed]
     base = replace(Constants(), **fixed)

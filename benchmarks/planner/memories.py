@@ -1,4 +1,5 @@
-"""Memory figures of papers and runs beside what the planner says: GiB, GB, bytes or per cent, as the row has it."""
+"""Memory figures of papers and runs beside what the planner says: GiB, GB, bytes or per cent, as the row
+has it."""
 
 from __future__ import annotations
 

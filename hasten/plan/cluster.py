@@ -64,8 +64,8 @@ class Link(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["switch", "mesh", "pod"] = "switch"
-    """switch: any pair has the full bandwidth; mesh: a device's bandwidth is the sum over its direct peers, so
-    a group of g of n reaches (g-1)/(n-1) of it; pod: one switch beyond the node."""
+    """switch: any pair has the full bandwidth; mesh: a device's bandwidth is the sum over its direct
+    peers, so a group of g of n reaches (g-1)/(n-1) of it; pod: one switch beyond the node."""
     bandwidth: Sourced
     latency_s: Sourced = Sourced(value=5e-6, source="order of magnitude of one step", confidence="recalled")
 
@@ -101,7 +101,8 @@ class Cluster(BaseModel):
     def _consistent(self) -> Cluster:
         if self.domain and self.domain < self.devices_per_node:
             raise ValueError(
-                f"domain = {self.domain} is less than devices_per_node = {self.devices_per_node}: the fast links join "
+                f"domain = {self.domain} is less than devices_per_node = {self.devices_per_node}: "
+                f"the fast links join "
                 "at least a node"
             )
         if self.nodes > 1 and self.across.bandwidth.value > self.inside.bandwidth.value:
@@ -111,7 +112,8 @@ class Cluster(BaseModel):
             )
         if self.device.memory_bandwidth.value < self.inside.bandwidth.value:
             raise ValueError(
-                f"inside.bandwidth = {self.inside.bandwidth.value:g} B/s is more than the device's memory bandwidth "
+                f"inside.bandwidth = {self.inside.bandwidth.value:g} B/s is more than the device's "
+                f"memory bandwidth "
                 f"{self.device.memory_bandwidth.value:g} B/s"
             )
         return self
@@ -178,7 +180,8 @@ def preset(name: str, nodes: int | None = None) -> Cluster:
 
 
 def load(path: str | Path) -> Cluster:
-    """A preset's name, or a TOML file: the fields of `Cluster`, or `base = "preset"` and what differs from it.
+    """A preset's name, or a TOML file: the fields of `Cluster`, or `base = "preset"` and what differs from
+    it.
 
     Raises:
         InputError: the file is missing, malformed, or contradicts itself.

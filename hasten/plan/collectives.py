@@ -1,9 +1,10 @@
 """Time of collectives by topology: latency and a saturating bandwidth.
 
-n devices of a group share the fast links, m such islands are joined by one network interface a device. Formulas:
-flat ring 2 (g-1)/g S / B and 2 (g-1) steps; hierarchical: reduce-scatter inside, all-reduce across, all-gather
-inside (Cho et al., BlueConnect, MLSys 2019); the pipelined form runs the two tiers side by side; a mesh gives a
-group of g of N devices (g-1)/(N-1) of a device's links.
+n devices of a group share the fast links, m such islands are joined by one network interface a device.
+Formulas: flat ring 2 (g-1)/g S / B and 2 (g-1) steps; hierarchical: reduce-scatter inside, all-reduce across,
+all-gather
+inside (Cho et al., BlueConnect, MLSys 2019); the pipelined form runs the two tiers side by side; a mesh
+gives a group of g of N devices (g-1)/(N-1) of a device's links.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Network:
         return volume / rate + link.latency_s.value
 
     def hierarchical(self, volume: float, group: Group, chunks: int = 1) -> float:
-        """All-reduce in tiers: inside, across, inside. chunks = 1 is serial, more run the tiers side by side."""
+        """All-reduce in tiers: inside, across, inside. chunks = 1 is serial, more run the tiers side by
+        side."""
         n, m = group
         if m == 1:
             return self.all_reduce(volume, group)
@@ -115,8 +117,8 @@ class Network:
         return a + b + (chunks - 1) * max(a, b) + self.known.inside_s
 
     def two_orders(self, volume: float, group: Group) -> tuple[float, float]:
-        """A part of the buffer goes inside first, the rest across first (Themis, arXiv 2110.04478): seconds by
-        bandwidth alone, and the part that makes both tiers end together."""
+        """A part of the buffer goes inside first, the rest across first (Themis, arXiv 2110.04478):
+        seconds by bandwidth alone, and the part that makes both tiers end together."""
         n, m = group
         if m == 1 or n == 1:
             return self.all_reduce(volume, group), 1.0

@@ -13,8 +13,8 @@ from hasten.plan.layout import Layout
 from hasten.plan.memory import held
 from hasten.plan.model import ModelShape
 
-# Kernels that an eager framework starts for one layer's forward pass: counted in Megatron-LM's and transformers'
-# modules. Autograd's backward pass starts about 1.6 times as many, without Python between them.
+# Kernels that an eager framework starts for one layer's forward pass: counted in Megatron-LM's and
+# transformers' modules. Autograd's backward pass starts about 1.6 times as many, without Python between them.
 _OPERATORS, _OPERATORS_ATTENTION, _OPERATORS_ROTARY, _OPERATORS_DROPOUT = 16.0, 6.0, 6.0, 3.0
 _BACKWARD_OPERATORS = 1.6
 # Of those, what remains after fusion by a compiler.

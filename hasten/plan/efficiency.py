@@ -38,6 +38,8 @@ class Constants:
     """Factor at head size 64."""
     batched: float = 0.45
     """Share of the peak of the batched products of materialised attention."""
+    batched_narrow: float = 48.0
+    """Head size at which those reach half of it."""
     misaligned: float = 0.35
     """Factor for a head size that is not a multiple of 8: tensor cores load 16 bytes at a time."""
     kernel_s: float = 4e-6
@@ -62,6 +64,8 @@ class Constants:
     """Latency of one step between nodes."""
     point: float = 0.6
     """Share of the bandwidth that a transfer between two pipeline stages reaches."""
+    hop_s: float = 1e-3
+    """What handing a micro batch to the next stage on another node costs both, beyond its transfer."""
     overlap: float = 0.7
     """Share of a collective that is hidden where the framework runs it beside computation."""
     slowdown: float = 1.1
@@ -149,13 +153,13 @@ class Clock:
 
     def forward(self, product: Product) -> float:
         """Of one product as listed."""
-        return self.product(product.m, product.n, product.k, product.count, half=product.name == "router")
+        return self.product(product.m, product.n, product.k, product.times, half=product.name == "router")
 
     def backward(self, product: Product) -> float:
         """Of the two products that the gradient of one takes."""
         half = product.name == "router"
-        return self.product(product.m, product.k, product.n, product.count, half) + self.product(
-            product.k, product.n, product.m, product.count, half
+        return self.product(product.m, product.k, product.n, product.times, half) + self.product(
+            product.k, product.n, product.m, product.times, half
         )
 
     def moved(self, volume: float, kernels: float = 1.0) -> float:
@@ -180,7 +184,8 @@ class Clock:
     def materialised(self, batch: float, rows: float, columns: float, head_size: float) -> float:
         """One batched product of materialised attention: scores, or scores times values."""
         flops = 2.0 * batch * rows * columns * head_size
-        share = self.known.batched * self._head(head_size) * head_size / (head_size + 48.0) * 1.375
+        share = self.known.batched * self._head(head_size)
+        share *= head_size / (head_size + self.known.batched_narrow)
         moved = (
             2.0
             * batch

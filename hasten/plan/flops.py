@@ -20,18 +20,18 @@ Convention = Literal["model", "full", "hardware", "mosaic"]
 
 
 class Product(NamedTuple):
-    """One matrix product: `count` of m x k times k x n."""
+    """One matrix product: `times` of m x k times k x n."""
 
     name: str
     m: float
     n: float
     k: float
-    count: float = 1.0
+    times: float = 1.0
 
     @property
     def flops(self) -> float:
         """2 m n k of each."""
-        return 2.0 * self.m * self.n * self.k * self.count
+        return 2.0 * self.m * self.n * self.k * self.times
 
 
 def attention_widths(model: ModelShape) -> tuple[int, int]:
@@ -113,8 +113,8 @@ def layer_products(model: ModelShape, index: int, tokens: float, tp: int, ep: in
     Args:
         tokens: of the micro batch on one device of the tensor parallel group (that group shares all of them).
         tp: tensor parallel degree; columns or rows are divided by it.
-        ep: expert parallel degree; balanced routing is assumed, so a device's experts see as many tokens as its
-            own tokens send out.
+        ep: expert parallel degree; balanced routing is assumed, so a device's experts see as many tokens
+            as its own tokens send out.
     """
     h = model.hidden
     if model.latent is not None:

@@ -42,6 +42,7 @@ class Job(BaseModel):
     fused_accumulation: bool = False
     """The product that makes a weight's gradient adds to the kept one itself."""
     adapters: bool = False
-    """Only small adapters are trained (LoRA): no gradient and no optimizer state of the model's own weights."""
+    """Only small adapters are trained (LoRA): no gradient and no optimizer state of the model's own
+    weights."""
     fused_loss: bool = False
     """The loss is compiled too: neither fp32 logits nor their probabilities are written to memory."""

@@ -31,7 +31,8 @@ class Layout(BaseModel):
     """Expert parallel degree; its devices are taken from data x context parallelism."""
     dp: int = Field(default=1, gt=0)
     zero: int = Field(default=0, ge=0, le=3)
-    """0: all replicated; 1: optimizer states are sharded over dp x cp; 2: gradients too; 3: parameters too."""
+    """0: all replicated; 1: optimizer states are sharded over dp x cp; 2: gradients too; 3: parameters
+    too."""
     shard: int = Field(default=0, ge=0)
     """Devices over which `zero` shards; 0: all of dp x cp. Fewer is a hybrid (HSDP)."""
     micro_batch: int = Field(default=1, gt=0)

@@ -16,10 +16,11 @@ from hasten.plan.job import Job
 from hasten.plan.layout import Layout
 from hasten.plan.model import ModelShape
 
-# Context of a CUDA process with NCCL and cuBLAS: about 0.6 GB and 0.5 GB (ROCm/Megatron-LM#161, NVIDIA/Megatron-LM
-# #525 find 1 to 3 GB in all).
+# Context of a CUDA process with NCCL and cuBLAS: about 0.6 GB and 0.5 GB (ROCm/Megatron-LM#161,
+# NVIDIA/Megatron-LM #525 find 1 to 3 GB in all).
 _CONTEXT = 1.2e9
-# Share of the movable memory that the caching allocator cannot use; PyTorch's expandable segments bring it down.
+# Share of the movable memory that the caching allocator cannot use; PyTorch's expandable segments bring it
+# down.
 _FRAGMENTATION = 0.03
 
 
@@ -124,7 +125,7 @@ def stage_memory(
         ]
         dense = sum(model.shared_layer_parameters(i) for i in mine) / layout.tp
         routed = sum(model.expert_parameters(i) for i in mine) / max(layout.ep, layout.tp)
-        ends = (model.embedding_parameters if stage == 0 else 0) + (
+        ends = 1.0 * (model.embedding_parameters if stage == 0 else 0) + (
             model.head_parameters if stage == layout.pp - 1 and not (model.tied and layout.pp == 1) else 0
         )
         ends /= layout.tp

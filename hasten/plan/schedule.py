@@ -141,7 +141,8 @@ def simulate(
     """One step of a pipeline.
 
     Args:
-        forward, backward: seconds of each of the stages x virtual chunks, in the order in which a token passes.
+        forward, backward: seconds of each of the stages x virtual chunks, in the order in which a token
+        passes.
         send: seconds between two stages.
         timeline: whether to return the bars. Without them a long step is simulated in part: the middle of a
             step repeats itself, so its length is taken from two shorter ones (exact for steady schedules).

@@ -58,7 +58,8 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                     traffic += costs.scatter_gradients(weights)
                     calls = 2.0
                 host += calls * known.collective_launch_s
-                # Collectives run beside computation and slow it down; what does not fit beside it is waited for.
+                # Collectives run beside computation and slow it down; what does not fit beside it is
+                # waited for.
                 beside = min(traffic, device)
                 exposed = max(traffic - known.overlap * device, (1 - known.overlap) * traffic * 0.25)
                 exposed = max(exposed, 0.0) + beside * (known.slowdown - 1)
@@ -120,7 +121,13 @@ def step(costs: Costs, timeline: bool = False) -> Step:
             costs.tokens * model.hidden * costs.size / (layout.tp if layout.sp or layout.virtual > 1 else 1)
         )
         send = costs.network.send(volume, near=layout.tp * layout.cp * layout.dp < cluster.joined)
-    forward, backward = [c.forward * wait for c in chunks], [c.backward * wait for c in chunks]
+    hop = 0.0
+    if layout.pp > 1 and layout.virtual == 1:
+        # Without chunks to turn to, a stage waits for its own transfers (arXiv 2104.04473 section 4.1).
+        far = layout.tp * layout.cp * layout.dp >= cluster.joined
+        hop, send = send + (known.hop_s if far else 0.0), 0.0
+    forward = [c.forward * wait + hop for c in chunks]
+    backward = [c.backward * wait + hop for c in chunks]
     run = simulate(
         layout.schedule, layout.pp, layout.virtual, layout.accumulation, forward, backward, send, timeline
     )
@@ -128,6 +135,8 @@ def step(costs: Costs, timeline: bool = False) -> Step:
     parts: dict[str, float] = {}
     for c in range(slowest, count, layout.pp):
         _sum(parts, chunks[c].parts, layout.accumulation * wait)
+    if hop:
+        parts["pipeline"] = 2 * hop * layout.accumulation
     parts["bubble"] = run.seconds - sum(parts.values())
     # Once a step: the stage with the most parameters.
     held_by = [sum(chunks[c].parameters for c in range(s, count, layout.pp)) for s in range(layout.pp)]

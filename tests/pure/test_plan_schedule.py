@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +70,7 @@ def test_bars_do_not_overlap_and_keep_their_order(schedule: str, virtual: int) -
     run = simulate(schedule, stages, virtual, micro, [1.0] * chunks, [2.0] * chunks, 0.25, timeline=True)  # type: ignore[arg-type]
     for stage in range(stages):
         mine = sorted((b for b in run.bars if b.stage == stage), key=lambda b: b.start)
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(mine))
     ends = {(b.kind, b.micro, b.chunk * stages + b.stage): b for b in run.bars}
     for m in range(micro):
         for place in range(1, chunks):
