@@ -27,6 +27,24 @@ CONTEXT_TOKENS = 4096
 MOST_VIRTUAL = 8
 
 
+def check_fixed(fixed: Mapping[str, Any]) -> None:
+    """Whether every field exists and may have its value.
+
+    Raises:
+        ConfigError: it does not, or may not; names the nearest.
+    """
+    for name, value in fixed.items():
+        if name not in Layout.model_fields:
+            raise ConfigError(f"a layout has no field {name!r}; {nearest(name, Layout.model_fields)}")
+        try:
+            Layout.model_validate({name: value})
+        except ValidationError as error:
+            # Rules between fields are the candidates' business.
+            for item in error.errors():
+                if item["loc"] == (name,):
+                    raise ConfigError(f"layout: {name} = {value!r}: {item['msg']}") from None
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]

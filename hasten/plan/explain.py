@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hasten.base.errors import ConfigError
-from hasten.plan.candidates import candidates
+from hasten.plan.candidates import candidates, check_fixed
 from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, Interval
 from hasten.plan.job import Job
@@ -124,6 +124,7 @@ def fit(
     """
     limits = limits or Limits()
     devices = limits.devices or cluster.devices
+    check_fixed(limits.fixed)
     check_layer(model, cluster, job)
     room = cluster.device.memory_bytes.value * (1.0 - limits.headroom)
     smallest = _smallest(model, cluster, job, devices, limits, weigh)

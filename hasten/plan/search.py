@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hasten.base.errors import ConfigError, nearest
 from hasten.plan import cluster as clusters
-from hasten.plan.candidates import candidates, divisors
+from hasten.plan.candidates import candidates, check_fixed, divisors
 from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, estimate
 from hasten.plan.job import Job
@@ -121,6 +121,7 @@ def search(
     devices = limits.devices or cluster.devices
     if devices > cluster.devices:
         raise ConfigError(f"devices = {devices}: the cluster has {cluster.devices}; give more nodes")
+    check_fixed(limits.fixed)
     check_layer(model, cluster, job)
     room = cluster.device.memory_bytes.value * (1.0 - limits.headroom)
     notes: list[str] = []
@@ -222,9 +223,6 @@ def check_layer(model: ModelShape, cluster: Cluster, job: Job) -> None:
 
 def why_nothing(model: ModelShape, cluster: Cluster, job: Job, devices: int, fixed: dict[str, Any]) -> str:
     """What is wrong where not a single layout can be made, and the nearest that works."""
-    for name in fixed:
-        if name not in Layout.model_fields:
-            return f"a layout has no field {name!r}; {nearest(name, Layout.model_fields)}"
     wanted = ", ".join(f"{name} = {value}" for name, value in fixed.items())
     kind = f"no layout of {devices} devices" + (f" with {wanted}" if fixed else "")
     if not {"micro_batch", "accumulation"} & set(fixed):

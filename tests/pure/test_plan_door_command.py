@@ -125,6 +125,8 @@ def test_what_does_not_fit_exits_with_1_and_says_by_how_much():
         (["gpt3-175", *NODE], "did you mean 'gpt3-175b'"),
         (["llama2-7b", "--cluster", "dgx-a100"], "did you mean"),
         (["llama2-7b", *NODE, "--fix", "recomput=full"], "did you mean 'recompute'"),
+        (["llama2-7b", *NODE, "--fix", "recompute=some"], "recompute = 'some'"),
+        (["llama2-7b", *NODE, "--fit", "--fix", "zero=7"], "zero = 7"),
         (["llama2-7b", *NODE, "--limit", "stop<5"], "did you mean 'step'"),
         (["llama2-7b", *NODE, "--precision", "bf61"], "precision"),
         (["llama2-7b", *NODE, "--precision", "fp4"], "no peak for fp4"),
@@ -383,6 +385,13 @@ def test_figures_are_replaced_with_their_source():
     )
     assert (whole.device.memory_bytes.value, whole.device.memory_bytes.confidence) == (64e9, "given")
     assert (whole.price_per_device_hour, whole.nodes) == (1.5, 2)
+
+
+def test_a_file_changes_the_device_of_a_preset(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "atlas-800t-a2"\ndevice = "ascend-910b3"\nnodes = 4\nacross.bandwidth = 20e9\n')
+    whole = open_cluster(str(file))
+    assert (whole.device.name, whole.devices, whole.across.bandwidth.value) == ("ascend-910b3", 32, 20e9)
 
 
 def test_products_are_fitted_with_the_law_that_made_them():
