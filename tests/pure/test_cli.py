@@ -12,8 +12,8 @@ import pytest
 import hasten
 
 COMMANDS = (
-    ["demo"], ["train"], ["generate"], ["serve"], ["bench"], ["bench", "train"], ["bench", "generate"],
-    ["bench", "serve"], ["bench", "ops"], ["doctor"],
+    ["demo"], ["train"], ["generate"], ["serve"], ["plan"], ["calibrate"], ["bench"], ["bench", "train"],
+    ["bench", "generate"], ["bench", "serve"], ["bench", "ops"], ["doctor"],
 )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def bench_serve(settings: Settings, screen: Screen) -> ServeReport:
         versions=train.versions(),
         workload=Workload(
             model=settings.model,
-            file=subject.gguf,
+            file=Path(subject.gguf).name if subject.gguf else None,
             data=settings.data,
             prompt_tokens=settings.prompt_tokens,
             new_tokens=settings.new_tokens,

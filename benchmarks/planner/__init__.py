@@ -1,0 +1,1 @@
+"""Scores the planner on published runs: `python -m benchmarks.planner --data DIR --json FILE`."""
