@@ -36,6 +36,14 @@ _COMMANDS = {
     "serve": _Entry(
         "Serve a model behind the OpenAI API, with a chat page.", "hasten.serve.command", "serve"
     ),
+    "plan": _Entry(
+        "Predict memory and time of a training run without a device, and find its best layout.",
+        "hasten.plan.command",
+        "plan",
+    ),
+    "calibrate": _Entry(
+        "Measure this machine in under two minutes, for hasten plan.", "hasten.plan.calibrate", "calibrate"
+    ),
     "bench": _Entry(
         "Measure training, generation, serving or single operators against the peers.",
         "hasten.bench.command",

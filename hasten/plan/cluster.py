@@ -216,4 +216,4 @@ def overridden(cluster: Cluster, changes: Mapping[str, Any], where: str = "overr
             into[key] = merge(old, value) if isinstance(value, Mapping) and isinstance(old, dict) else value
         return into
 
-    return build(merge(cluster.model_dump(), changes), where)
+    return build(_resolve(merge(cluster.model_dump(), changes)), where)

@@ -127,6 +127,8 @@ class Layout(BaseModel):
             f"accumulation={self.accumulation}",
             f"recompute={self.recompute}",
         ]
+        words += [f"recompute_layers={self.recompute_layers}"] if self.recompute_layers is not None else []
+        words += ["stages=" + "/".join(map(str, self.stages))] if self.stages is not None else []
         words += [f"offload={self.offload}"] if self.offload != "none" else []
         words += [self.schedule] if self.pp > 1 else []
         return " ".join(words)

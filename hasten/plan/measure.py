@@ -1,7 +1,7 @@
 """What `hasten calibrate` measures: matrix products by size and format, memory bandwidth, collectives.
 
-Imports torch, so only the command that measures imports this module. Sizes are bytes, rates bytes/s and FLOP/s
-(a multiply-add is two), times seconds. Medians are taken, after one call that is not counted.
+Imports torch, so only the command that measures imports this module. Sizes are bytes, rates bytes/s and
+FLOP/s (a multiply-add is two), times seconds. Medians are taken, after one call that is not counted.
 """
 
 from __future__ import annotations
@@ -70,6 +70,25 @@ class Message(NamedTuple):
     seconds: float
 
 
+class Attention(NamedTuple):
+    """Causal attention of torch at one head size; FLOPs of the pairs that are seen (half the square), five
+    products backward where there are two forward."""
+
+    dtype: str
+    head_size: int
+    sequence: int
+    forward_flops_per_s: float
+    backward_flops_per_s: float
+
+
+class Step(NamedTuple):
+    """One optimizer step of a model so small that nothing but its operators' fixed costs takes time."""
+
+    layers: int
+    micro_batches: int
+    seconds: float
+
+
 class Line(NamedTuple):
     """time = latency_s + moved bytes / bytes_per_s; moved bytes are those that each rank must send."""
 
@@ -105,6 +124,108 @@ def products(
     return found
 
 
+def attention(
+    dtype: str,
+    device: str = "cpu",
+    sequence: int = 1024,
+    heads: int = 8,
+    head_sizes: Sequence[int] = (64, 128),
+) -> list[Attention]:
+    """Forward and backward of torch's causal scaled-dot-product attention, for each head size."""
+    found = []
+    for head_size in head_sizes:
+        shape = (1, heads, sequence, head_size)
+        q, k, v = (
+            torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3)
+        )
+
+        def forward(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        flops = 2.0 * heads * sequence * sequence * head_size
+        forward_s = timed(forward, device)
+        out = forward()
+        gradient = torch.ones_like(out)
+
+        def backward(
+            out: torch.Tensor = out, inputs: tuple[torch.Tensor, ...] = (q, k, v), g: torch.Tensor = gradient
+        ) -> object:
+            return torch.autograd.grad(out, inputs, g, retain_graph=True)
+
+        found.append(
+            Attention(dtype, head_size, sequence, flops / forward_s, 2.5 * flops / timed(backward, device))
+        )
+    return found
+
+
+def small_operator(device: str = "cpu") -> float:
+    """Seconds of an addition that has nothing to add: what every operator costs on top of its work."""
+    a = torch.zeros(1, device=device)
+
+    def hundred() -> None:
+        for _ in range(100):
+            torch.add(a, a)
+
+    return timed(hundred, device) / 100
+
+
+# A Llama in which every product is tiny; `SMALL_SHAPE` is the same for the planner.
+SMALL_SHAPE = {
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "inner": 128,
+    "vocabulary": 256,
+}
+SMALL_TOKENS = 32
+# (layers, micro batches): two differ in each, which separates the costs of a layer, a micro batch and a step.
+SMALL_STEPS = ((2, 1), (6, 1), (2, 3))
+
+
+def small_steps(dtype: str, repeats: int = 12) -> list[Step]:
+    """Optimizer steps of small models, rewritten by hasten as `hasten train` does; CPU only."""
+    import hasten
+    from hasten.models import tiny_model
+
+    found = []
+    for layers, micro_batches in SMALL_STEPS:
+        model = tiny_model(
+            "llama",
+            num_hidden_layers=layers,
+            hidden_size=SMALL_SHAPE["hidden"],
+            num_attention_heads=SMALL_SHAPE["heads"],
+            num_key_value_heads=SMALL_SHAPE["kv_heads"],
+            intermediate_size=SMALL_SHAPE["inner"],
+            vocab_size=SMALL_SHAPE["vocabulary"],
+        )
+        tokens = torch.arange(SMALL_TOKENS).view(1, -1) % SMALL_SHAPE["vocabulary"]
+        hasten.optimize(model, precision="follow", measure=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step(
+            model: Any = model,
+            optimizer: Any = optimizer,
+            count: int = micro_batches,
+            x: torch.Tensor = tokens,
+        ) -> None:
+            for _ in range(count):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+                    loss = model(input_ids=x, labels=x, use_cache=False).loss
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begin)
+        hasten.restore(model)
+        found.append(Step(layers, micro_batches, statistics.median(times[2:])))
+    return found
+
+
 def read_bandwidth(device: str = "cpu", size_bytes: int = 1 << 29) -> float:
     """Bytes/s of a sum over a buffer that no cache holds."""
     if device == "cpu":
@@ -123,7 +244,8 @@ def update_bandwidth(device: str = "cpu", size_bytes: int = 1 << 27) -> float:
 
 
 def timed(call: Callable[[], object], device: str = "cpu") -> float:
-    """Median seconds of a call: at least three, more of short ones."""
+    """Median seconds of a call after one that is not counted: at least three, more of short ones."""
+    _finished(call, device)
     begin = time.perf_counter()
     _finished(call, device)
     first = time.perf_counter() - begin

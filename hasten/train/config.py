@@ -175,6 +175,29 @@ class CheckpointSection(Section):
     resume: str = Field("auto", min_length=1, description="auto, none, or the path of one checkpoint")
 
 
+class LayoutSection(Section):
+    """How several devices share the run, as `hasten plan` writes it; one device has 1 everywhere."""
+
+    tp: int = Field(1, gt=0, description="tensor parallel degree")
+    cp: int = Field(1, gt=0, description="context parallel degree")
+    pp: int = Field(1, gt=0, description="pipeline stages")
+    virtual: int = Field(1, gt=0, description="model chunks of one stage")
+    ep: int = Field(1, gt=0, description="expert parallel degree")
+    dp: int = Field(1, gt=0, description="data parallel degree")
+    zero: int = Field(0, ge=0, le=3, description="what is sharded over dp")
+    sequence_parallel: bool = False
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+
+    @model_validator(mode="after")
+    def _one_device(self) -> LayoutSection:
+        if (devices := self.tp * self.cp * self.pp * self.dp) > 1:
+            raise ValueError(
+                f"tp x cp x pp x dp = {devices} devices; hasten train runs on one so far: plan with "
+                f"--devices 1"
+            )
+        return self
+
+
 class OutputSection(Section):
     """Where the results go: model/ or adapter/, checkpoints/, metrics.jsonl, tensorboard/."""
 
@@ -201,6 +224,7 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    layout: LayoutSection = LayoutSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")

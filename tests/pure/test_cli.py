@@ -11,7 +11,10 @@ import pytest
 
 import hasten
 
-COMMANDS = (["demo"], ["train"], ["bench"], ["bench", "train"], ["bench", "ops"], ["doctor"])
+COMMANDS = (
+    ["demo"], ["train"], ["generate"], ["serve"], ["plan"], ["calibrate"], ["bench"], ["bench", "train"],
+    ["bench", "generate"], ["bench", "serve"], ["bench", "ops"], ["doctor"],
+)  # fmt: skip
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
