@@ -1,9 +1,9 @@
 """Our own runs: the planner's prediction against `hasten train` on this machine, over small configurations.
 
-`python -m benchmarks.planner.own --cluster FILE [--json FILE]`. FILE is what `hasten calibrate --output` wrote
-here. Every run is a whole `hasten train` of a few steps on a random Llama of the given shape; the median step
-counts, the first two (capture, proof) do not. On a machine that others use, both sides are noise: say so beside
-the figures.
+`python -m benchmarks.planner.own --cluster FILE [--json FILE]`. FILE is what `hasten calibrate --output`
+wrote here. Every run is a whole `hasten train` of a few steps on a random Llama of the given shape; the
+median step counts, the first two (capture, proof) do not. On a machine that others use, both sides are
+noise: say so beside the figures.
 """
 
 from __future__ import annotations

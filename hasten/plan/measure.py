@@ -203,7 +203,10 @@ def small_steps(dtype: str, repeats: int = 12) -> list[Step]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
         def step(
-            model: Any = model, optimizer: Any = optimizer, count: int = micro_batches, x: torch.Tensor = tokens
+            model: Any = model,
+            optimizer: Any = optimizer,
+            count: int = micro_batches,
+            x: torch.Tensor = tokens,
         ) -> None:
             for _ in range(count):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
