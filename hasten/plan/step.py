@@ -117,13 +117,12 @@ def step(costs: Costs, timeline: bool = False) -> Step:
     wait = 1 + known.straggle * math.log2(nodes)
     send = 0.0
     if layout.pp > 1:
-        volume = (
-            costs.tokens * model.hidden * costs.size / (layout.tp if layout.sp or layout.virtual > 1 else 1)
-        )
+        # Each device of the tensor-parallel group sends its part (arXiv 2104.04473 section 4.1).
+        volume = costs.tokens * model.hidden * costs.size / layout.tp
         send = costs.network.send(volume, near=layout.tp * layout.cp * layout.dp < cluster.joined)
     hop = 0.0
     if layout.pp > 1 and layout.virtual == 1:
-        # Without chunks to turn to, a stage waits for its own transfers (arXiv 2104.04473 section 4.1).
+        # Without chunks to turn to, a stage waits for its own transfers.
         far = layout.tp * layout.cp * layout.dp >= cluster.joined
         hop, send = send + (known.hop_s if far else 0.0), 0.0
     forward = [c.forward * wait + hop for c in chunks]

@@ -58,7 +58,7 @@ def test_megatrons_four_models(
     )
     job = Job(batch=batch, sequence=2048, **MEGATRON)  # type: ignore[arg-type]
     found = estimate(megatron(layers, hidden, heads), preset("dgx-a100-80g", pp), layout, job)
-    assert found.step_s.value == pytest.approx(seconds, rel=0.17)
+    assert found.step_s.value == pytest.approx(seconds, rel=0.2)
     assert found.step_s.low < found.step_s.value < found.step_s.high
 
 
