@@ -24,7 +24,7 @@ class _Chunk(NamedTuple):
 
 def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
     """Seconds of one model chunk's two passes for one micro batch, by part."""
-    model, layout, known = costs.model, costs.layout, costs.known
+    model, layout, job, known = costs.model, costs.layout, costs.job, costs.known
     parts: dict[str, float] = {}
     totals = [0.0, 0.0]
     again = len(layers)
@@ -60,9 +60,11 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                 host += calls * known.collective_launch_s
                 # Collectives run beside computation and slow it down; what does not fit beside it is
                 # waited for.
-                beside = min(traffic, device)
-                exposed = max(traffic - known.overlap * device, (1 - known.overlap) * traffic * 0.25)
-                exposed = max(exposed, 0.0) + beside * (known.slowdown - 1)
+                if job.overlap_gradients:
+                    exposed = max(traffic - known.overlap * device, (1 - known.overlap) * traffic * 0.25)
+                    exposed += min(traffic, device) * (known.slowdown - 1)
+                else:
+                    exposed = traffic
                 parts["data_parallel"] = parts.get("data_parallel", 0.0) + exposed * count
                 device += exposed
             whole = costs.clock.launched(device, host)
