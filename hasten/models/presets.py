@@ -176,10 +176,11 @@ def _watch(process: subprocess.Popen[bytes], title: str, folder: Path, total_byt
 
 
 def _size_of(folder: Path) -> int:
+    """Bytes of the files below a folder, as far as they stand still: pip moves its own about meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
+    try:
+        for path in folder.rglob("*"):
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moves its files about while this looks
-            continue
+    except OSError:
+        pass
     return total

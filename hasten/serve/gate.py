@@ -63,8 +63,8 @@ class Gate:
             return
         raise GateError(
             f"{self.what} makes the perplexity {self.perplexity_ratio:.4f} times that of the original on "
-            f"{self.tokens} tokens; the limit is {max_perplexity_ratio:g}. Choose more bits (int8, bfloat16) "
-            f"or allow it: --max-perplexity-ratio {self._above():g}"
+            f"{self.tokens} tokens; the limit is {max_perplexity_ratio:g}. Choose more bits "
+            f"(4.5, int8, bfloat16) or allow it: --max-perplexity-ratio {self._above():g}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -30,7 +30,12 @@ MODEL = Annotated[str, typer.Argument(help="Preset, hub id, folder or GGUF file.
 PROMPT = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
 MAX_TOKENS = Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")]
 WEIGHTS = Annotated[
-    str, typer.Option("--weights", help="auto, stored, int4, int8, bfloat16 or float32.", show_default=True)
+    str,
+    typer.Option(
+        "--weights",
+        help="auto, stored, int4, int8, bfloat16, float32, or bits a weight: 4.5.",
+        show_default=True,
+    ),
 ]
 CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16, int8 or float32.")]
 CONTEXT = Annotated[int | None, typer.Option("--context", help="Longest sequence, tokens.")]
@@ -139,6 +144,9 @@ def generate(
         return
     print()
     screen.note(_line(found, served))
+
+
+generate.__doc__ = HELP
 
 
 def _figures(

@@ -64,7 +64,7 @@ class Linked:
         offsets, widths = plan_arena(instructions, program.roots, program.logits, meets)
         self.arena_bytes = 4 * (widths[0] * step_tokens + widths[1] * step_logits)
         self.arena = _aligned(widths[0] * step_tokens + widths[1] * step_logits)
-        self.logits = torch.zeros(step_logits, program.vocab_size)
+        self.logits = _aligned(step_logits * program.vocab_size).view(step_logits, program.vocab_size)
         self._bases = {}
         selected_from = self.arena.data_ptr() + 4 * widths[0] * step_tokens
         for index, root in enumerate(program.roots):
@@ -81,7 +81,7 @@ class Linked:
             np.stack([self._words(one, i) for i, one in enumerate(instructions)])
         )
         widest = max((use.K for use in program.matrices), default=1)
-        self.prepared = torch.zeros(step_tokens * (widest + 64) * 4 + 4096, dtype=torch.uint8)
+        self.prepared = _aligned(step_tokens * (widest + 64) + 1024)
         heads = max((one.n0 // one.ints[2] for one in instructions if one.op == "attend"), default=1)
         self.sizes = [CACHES.index(cache.dtype), FEW_ROWS, max(1, 128 // heads)]
 

@@ -177,13 +177,11 @@ class _Lowering:
             axes = _merged([[axis] for axis in self._axes(value, value.meta.shape)])
         # The last dim of the tensor stays one, also where it could be merged with the one before.
         last = value.meta.shape[-1]
-        total = 1
-        for ((size, _),) in axes:
-            total *= size
-        if len(axes) == 2 and axes[-1][0][0] == last:
-            return value, axes[0][0][0], axes[0][0][1], last
-        if len(axes) == 1:
-            return value, total // last, last, last
+        sizes = [axis[0] for axis in axes]
+        if len(sizes) == 2 and sizes[1][0] == last:
+            return value, *sizes[0], last
+        if len(sizes) == 1:
+            return value, sizes[0][0] // last, last, last
         raise _RefusedError(f"{node}: rows of {tuple(value.meta.shape)} in an order of their own")
 
     def _copy(self, value: _Value, node: fx.Node, shape: Sequence[int] | None = None) -> _Value:

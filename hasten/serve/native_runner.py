@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from hasten.base.errors import ShapeError
 from hasten.serve.link import Linked
 from hasten.serve.runner import Group, Step
 
@@ -28,8 +29,17 @@ class NativeRunner:
         self._times: torch.Tensor | None = None
 
     def run(self, step: Step) -> np.ndarray:
-        """fp32 logits [wanted rows, vocab], valid until the next call."""
+        """fp32 logits [wanted rows, vocab], valid until the next call.
+
+        Raises:
+            ShapeError: more rows than `step_tokens`, or more logits than `step_logits`.
+        """
         linked, wanted = self._linked, len(step.wanted)
+        if len(step.tokens) > self.step_tokens or wanted > self.step_logits:
+            raise ShapeError(
+                f"a step of {len(step.tokens)} rows and {wanted} rows of logits; this runner takes "
+                f"{self.step_tokens} and {self.step_logits}"
+            )
         self._run(
             linked.instructions, linked.matrices, linked.layers, linked.prepared, linked.sizes,
             torch.from_numpy(step.tokens), torch.from_numpy(step.positions), torch.from_numpy(step.starts),

@@ -16,7 +16,7 @@ from typing import Any
 from hasten.base.errors import CaptureError, ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.screen import Screen
-from hasten.serve.engine import Engine, EngineSettings
+from hasten.serve.engine import Engine, EngineSettings, Observer
 from hasten.serve.runner import BLOCK_TOKENS, Runner
 from hasten.serve.store import Store, Stored, store_key
 from hasten.serve.words import Words, words_of
@@ -28,6 +28,7 @@ CACHES = ("bfloat16", "int8", "float32")
 DEFAULT_CONTEXT_TOKENS = 8192
 STEP_TOKENS = 512
 STEP_LOGITS = 128
+CALIBRATION_CHUNKS = 24
 _CACHE_SHARE = 0.25
 _MOST_SEQUENCES = 64
 
@@ -71,8 +72,9 @@ def open_runner(
 
     Args:
         weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
-            bits for each matrix within that budget, "bfloat16" and "float32" are dense; "auto" is
-            "stored" for a GGUF file, else "bfloat16".
+            bits for each matrix within that budget, a number asks for so many bits a
+            weight over the whole, "bfloat16" and "float32" are dense; "auto" is "stored" for a GGUF file
+            and "bfloat16" for all else.
         cache: of keys and values: "bfloat16", "int8" (half the memory; a scale for each token and head) or
             "float32".
         context_tokens: longest sequence; default: the model's own, at most 8192.
@@ -85,9 +87,12 @@ def open_runner(
         ConfigError: a name or a number that is not allowed.
         InputError: as `hasten.models.open_model`.
     """
-    for what, given, allowed in (("weights", weights, WEIGHTS), ("cache", cache, CACHES)):
-        if given not in allowed:
-            raise ConfigError(f"{what} = {given!r}: {nearest(given, allowed)}")
+    if weights not in WEIGHTS and not _bits(weights):
+        raise ConfigError(
+            f"weights = {weights!r}: {nearest(weights, WEIGHTS)}, or bits a weight, for example 4.5"
+        )
+    if cache not in CACHES:
+        raise ConfigError(f"cache = {cache!r}: {nearest(cache, CACHES)}")
     screen = screen or Screen(enabled=False)
     started = time.perf_counter()
     path, fingerprint = _locate(model)
@@ -116,7 +121,11 @@ def open_runner(
 
 
 def open_engine(
-    model: str | Path, *, settings: EngineSettings | None = None, **options: Any
+    model: str | Path,
+    *,
+    settings: EngineSettings | None = None,
+    observer: Observer | None = None,
+    **options: Any,
 ) -> tuple[Engine, Served]:
     """`open_runner` with an engine around it, which ends the model's answers at its own end tokens.
 
@@ -125,7 +134,15 @@ def open_engine(
     served = open_runner(model, **options)
     settings = replace(settings or EngineSettings(), eos_tokens=tuple(served.words.eos_token_ids))
     tokenizer = served.words.tokenizer() if served.words.tokenizer_json else None
-    return Engine(served.runner, tokenizer, settings), served
+    return Engine(served.runner, tokenizer, settings, observer), served
+
+
+def _bits(weights: str) -> float | None:
+    """Bits a weight, where that is what was asked for."""
+    try:
+        return float(weights)
+    except ValueError:
+        return None
 
 
 def _locate(model: str | Path) -> tuple[Any, str]:
@@ -176,7 +193,7 @@ def _pack(
     from hasten.ops.panels import named
 
     plan = None
-    if weights in BUDGETS:
+    if weights in BUDGETS or _bits(weights):
         source, plan = _planned(path, weights, screen)
     panels = []
     with screen.bar("packing weights", len(program.matrices)) as bar:
@@ -188,20 +205,27 @@ def _pack(
 
 
 def _planned(path: Any, budget: str, screen: Screen) -> tuple[Any, Any]:
-    """The plan of a budget, from a short calibration, and a source that holds the open model."""
+    """The plan of a budget, from a short calibration of the open model, and a source that knows it."""
+    import torch
+
     from hasten.models import open_model
     from hasten.serve.calibrate import calibrate
     from hasten.serve.gate import default_text, text_chunks
     from hasten.serve.plan import plan_bits
-    from hasten.serve.weights import ModelSource
+    from hasten.serve.weights import open_source
 
-    model, tokenizer = open_model(path)
+    model, tokenizer = open_model(
+        path, dtype=torch.bfloat16 if detect().bf16_in_hardware.value else torch.float32
+    )
     calibration = None
     if tokenizer is not None:
-        chunks = text_chunks(tokenizer.encode, default_text(0), first_token=tokenizer.bos_token_id)
+        first = tokenizer.bos_token_id
+        chunks = text_chunks(tokenizer.encode, default_text(0), CALIBRATION_CHUNKS, first_token=first)
         with screen.bar("calibrating", 1):
             calibration = calibrate(model, chunks)
-    source = ModelSource(model, tokenizer, calibration)
+    del model
+    source = open_source(path)
+    source.calibration = calibration
     with screen.bar("choosing bits", 1):
         return source, plan_bits(source, budget)
 

@@ -17,10 +17,11 @@ from hasten.base.errors import ConfigError, HastenError, InputError
 from hasten.base.screen import Screen
 from hasten.bench.command import bench
 from hasten.bench.generation import judge, measure, report, run, table
-from hasten.bench.generation.engines import Transformers
+from hasten.bench.generation.engines import Hasten, Transformers
 from hasten.bench.generation.names import About, Answer, Spec
 from hasten.bench.generation.subject import BITS, gguf_file, open_subject, prompts_of
 from hasten.models import open_model
+from hasten.ops import native
 
 QUIET = Screen(enabled=False)
 
@@ -80,6 +81,27 @@ def test_transformers_answers_are_greedy_and_end_tokens_end_nothing(model_folder
     together = engine.answer(prompts, 6, logprobs=False)
     assert [answer.tokens for answer in together] == [tokens for tokens, _ in expected]
     assert all(len(answer.at_s) == 6 and not answer.logprobs for answer in together)
+
+
+@pytest.mark.skipif(native.state().level is None, reason="there are no native kernels")
+def test_hasten_answers_as_plain_torch(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Through the engine as it is; end tokens end nothing, alone and together."""
+    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+    engine = Hasten(_spec("hasten-fp32", model_folder, []))
+    model = open_model(model_folder).model
+    prompts = _prompts(3)
+    expected = [_greedy(model, prompt, 6) for prompt in prompts]
+    (alone,) = engine.answer([prompts[0]], 6, logprobs=True)
+    # Keys and values are kept in bf16.
+    assert alone.tokens == expected[0][0]
+    assert alone.logprobs == pytest.approx(expected[0][1], abs=2e-2)
+    engine.prepare(prompts, 6)
+    together = engine.answer(prompts, 6, logprobs=False)
+    assert [answer.tokens for answer in together] == [tokens for tokens, _ in expected]
+    assert engine.about.note is None
+    assert engine.about.weight_bytes is not None
+    assert engine.about.weight_bytes >= 4 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    engine.close()
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
@@ -330,7 +352,6 @@ def test_a_contender_that_fails_does_not_stop_the_others(
 
 def test_answers_that_are_cut_short_are_an_error(monkeypatch: pytest.MonkeyPatch):
     """The engine of hasten is asked through its own classes; one that stops early is not measured."""
-    from hasten.bench.generation.engines import Hasten
 
     @dataclasses.dataclass
     class Delta:

@@ -12,15 +12,9 @@ import pytest
 import hasten
 
 COMMANDS = (
-    ["demo"],
-    ["train"],
-    ["plan"],
-    ["calibrate"],
-    ["bench"],
-    ["bench", "train"],
-    ["bench", "ops"],
-    ["doctor"],
-)
+    ["demo"], ["train"], ["generate"], ["serve"], ["plan"], ["calibrate"], ["bench"], ["bench", "train"],
+    ["bench", "generate"], ["bench", "serve"], ["bench", "ops"], ["doctor"],
+)  # fmt: skip
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

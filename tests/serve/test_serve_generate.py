@@ -97,6 +97,7 @@ def test_other_weights_are_held_to_the_models_own(small_model_folder: Path, cach
     [
         (["MODEL", ""], "the prompt is empty"),
         (["MODEL", "x", "--weights", "int5"], "int4"),
+        (["MODEL", "x", "--weights", "0.5"], "this model takes at least"),
         (["MODEL", "x", "--context", "100000"], "positions for"),
         (["MODEL", "x", "--system", "Be brief."], "chat template"),
         (["/no/such/model", "x"], "no such file or folder"),

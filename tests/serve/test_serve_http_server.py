@@ -54,7 +54,7 @@ def lines_of(response: httpx2.Response) -> Iterator[Any]:
 
 def test_a_signal_ends_the_server_with_zero() -> None:
     """What can finish in time does, the rest ends with an error object, and the exit code is 0."""
-    with process(drain_s=1.5, step_s=0.02) as (child, url), httpx2.Client(base_url=url, timeout=20) as client:
+    with process(drain_s=3.0, step_s=0.01) as (child, url), httpx2.Client(base_url=url, timeout=20) as client:
         short = HELLO | {"stream": True, "messages": [{"role": "user", "content": "say " + "steady " * 4}]}
         with (
             client.stream("POST", "/v1/chat/completions", json=FOREVER) as endless,

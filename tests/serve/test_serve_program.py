@@ -130,15 +130,22 @@ def test_a_model_without_a_program_is_served_by_its_own_forward(name: str):
     assert np.abs(by_hand.feed({1: tokens[5:]}) - expected[5:]).max() <= 1e-5
 
 
-def test_a_row_does_not_depend_on_what_else_is_in_the_step():
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+def test_a_row_does_not_depend_on_what_else_is_in_the_step(family: str, cache: str):
+    """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt."""
     torch.manual_seed(0)
-    runner = runner_of(tiny_model("llama").eval(), cache="bfloat16")
+    runner = runner_of(tiny_model(family).eval(), cache=cache, step_tokens=300, step_logits=300)
     prompts = {s: tokens_of(length, s) for s, length in enumerate((150, 7, 40))}
     alone = ByHand(runner)
-    alone.feed({0: prompts[0]}, every=False)
-    expected = alone.feed({0: [9]})
+    for token in prompts[0]:
+        expected = alone.feed({0: [token]})
+    whole = ByHand(runner).feed({0: prompts[0]})
+    assert np.array_equal(whole[-1], expected[0])
     together = ByHand(runner, 3)
-    for sequence, prompt in prompts.items():
-        together.feed({sequence: prompt}, every=False)
-    found = together.feed({2: [9], 0: [9], 1: [9]})
-    assert np.array_equal(found[1], expected[0])
+    together.feed({0: prompts[0][:149], 1: prompts[1]})
+    found = together.feed({2: prompts[2], 0: prompts[0][149:], 1: [9]})
+    assert np.array_equal(found[len(prompts[2])], expected[0])
+    others = ByHand(runner, 3)
+    others.feed({0: prompts[0][:149], 1: prompts[1], 2: prompts[2]})
+    assert np.array_equal(others.feed({1: [9], 0: prompts[0][149:], 2: [9]})[1], expected[0])

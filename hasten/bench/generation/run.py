@@ -323,7 +323,7 @@ def _report(
         versions=train.versions(),
         workload=Workload(
             model=settings.model,
-            file=subject.gguf,
+            file=Path(subject.gguf).name if subject.gguf else None,
             size=subject.size,
             data=settings.data,
             prompt_tokens=settings.prompt_tokens,

@@ -99,7 +99,7 @@ def bench_serve(settings: Settings, screen: Screen) -> ServeReport:
         versions=train.versions(),
         workload=Workload(
             model=settings.model,
-            file=subject.gguf,
+            file=Path(subject.gguf).name if subject.gguf else None,
             data=settings.data,
             prompt_tokens=settings.prompt_tokens,
             new_tokens=settings.new_tokens,
@@ -240,7 +240,8 @@ def _run(
         code = running.wait()
     return Contender(
         description=kind.description,
-        command=command,
+        # Names, not places: a report says nothing of this machine's folders.
+        command=[Path(word).name if Path(word).is_absolute() else word for word in command],
         ready_s=running.ready_s,
         peak_rss_bytes=peak,
         exit_code=code,

@@ -62,7 +62,8 @@ inline int64_t panel_bytes(const Matrix& m) {
 
 // How the rows of x are prepared. Products of the same x, M and K whose forms are equal (panel_form) may
 // share the prepared rows.
-//   bytes        few rows, quantised: int8, one scale for each 32 values
+//   bytes                      quantised panels, in integers: int8, one scale for each 32 values; any
+//                              number of rows where that is fastest (few_rows_limit in layout.h)
 //   pairs, floats              few rows, bf16 or float32 panels
 //   pairs_rows, floats_rows    many rows, any panels
 enum class PanelForm : int32_t { bytes, pairs, floats, pairs_rows, floats_rows };

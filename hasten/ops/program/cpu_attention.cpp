@@ -159,6 +159,19 @@ inline void write_result(const Instruction& in, const Step& s, const Tile& t, co
     each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(o + d, lanes) * scale, lanes); });
 }
 
+// Adds a part's sums to those of the parts before it. One function for all who join parts, so that the
+// compiler rounds alike and a row's bits depend on its keys alone.
+__attribute__((noinline)) void fold(float* o, float& largest, float& total, const float* part,
+                                    float part_largest, float part_total, int64_t n) {
+    const float peak = largest > part_largest || largest != largest ? largest : part_largest;
+    if (peak == -INF) return;
+    const float before = largest == -INF ? 0.0f : std::exp(largest - peak);
+    const float now = part_largest == -INF ? 0.0f : std::exp(part_largest - peak);
+    total = total * before + part_total * now;
+    for (int64_t d = 0; d < n; d += W) hasten::store(o + d, load(o + d) * before + load(part + d) * now);
+    largest = peak;
+}
+
 template <class Unit, bool BYTES>
 HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, const Tile& t,
                                const Tile& after, char* memory) {
@@ -177,6 +190,9 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
     uint32_t* widened = (uint32_t*)take(BYTES ? std::max(c.d_units * T, P_UNITS * c.dv_pad) : 0);
     float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
+    const int64_t first_part = t.begin / PART_BLOCKS,
+                  parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - first_part : 0;
+    float *sum_o = take(parts > 1 ? t.M * c.dv_pad : 0), *sum_largest = take(t.M), *sum_total = take(t.M);
     for (int64_t m = 0; m < t.M; m++) {
         const float* x = row_of(in.a, t.first + m % t.tokens, t.head * group + m / t.tokens);
         uint32_t* to = q + m * c.d_units;
@@ -186,15 +202,17 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             to[c.d_units - 1] = 0;
             each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
         }
-        largest[m] = -INF;
-        total[m] = 0;
+        sum_largest[m] = largest[m] = -INF;
+        sum_total[m] = total[m] = 0;
     }
     std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
+    if (parts > 1) std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
     const VI lane = lane_numbers();
-    // Two blocks at a time: what a row costs beside its products counts once for 64 keys.
-    for (int64_t b = t.begin; b < t.end; b += 2) {
-        const int64_t pair = std::min<int64_t>(2, t.end - b);
-        for (int64_t i = 0; i < pair; i++) {
+    // Two blocks at a time: what a row costs beside its products counts once for 64 keys. Pairs and parts
+    // begin at the same keys for every row, whatever its window and whatever shares its tile.
+    for (int64_t b = t.begin / 2 * 2; b < t.end; b += 2) {
+        const int64_t low = b < t.begin ? 1 : 0, pair = std::min<int64_t>(2, t.end - b);
+        for (int64_t i = low; i < pair; i++) {
             uint32_t* block = block_of(c, s, t.sequence, b + i);
             const uint32_t* K = block + t.head * c.d_units * T;
             if constexpr (BYTES) {
@@ -227,7 +245,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             const bool edge = seen < keys - 1 || oldest > 0;
             const float slope = slopes ? slopes[t.head * group + m / t.tokens] : 0;
             VF top = splat(-INF);
-            for (int64_t j = 0; j < keys; j += W) {
+            for (int64_t j = low * T; j < keys; j += W) {
                 VF v = load(x + j) * scale;
                 if (BYTES) v = v * load(k_scales + j);
                 if (softcap != 0) v = tanh_of(v / softcap) * softcap;
@@ -252,7 +270,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 largest[m] = peak;
             }
             VF added{};
-            for (int64_t j = 0; j < keys; j += W) {
+            for (int64_t j = low * T; j < keys; j += W) {
                 const VF e = exp2_of((load(x + j) - peak) * LOG2E);
                 added = added + e;
                 // A place that is not visible has no scale of its own.
@@ -267,7 +285,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             }
             total[m] += sum(added);
         }
-        for (int64_t i = 0; i < pair; i++) {
+        for (int64_t i = low; i < pair; i++) {
             // Values behind the last visible one are not read: they may be another sequence's.
             const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
             const int64_t used = (std::min<int64_t>(T, behind) + Unit::per_unit - 1) / Unit::per_unit;
@@ -280,6 +298,20 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o, c.dv_pad,
                        true);
         }
+        if (parts > 1 && ((b + 2) % PART_BLOCKS == 0 || b + 2 >= t.end)) {
+            for (int64_t m = 0; m < t.M; m++) {
+                fold(sum_o + m * c.dv_pad, sum_largest[m], sum_total[m], o + m * c.dv_pad, largest[m],
+                     total[m], c.dv_pad);
+                largest[m] = -INF;
+                total[m] = 0;
+            }
+            std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
+        }
+    }
+    if (parts > 1) {
+        o = sum_o;
+        largest = sum_largest;
+        total = sum_total;
     }
     for (int64_t m = 0; m < t.M; m++) {
         if (s.parts == 1) {
@@ -302,17 +334,10 @@ void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit,
         const float* from = p.partial + (unit * s.parts * s.tile_tokens * group + m) * width;
         const int64_t stride = s.tile_tokens * group * width;
         float peak = -INF, total = 0;
-        for (int64_t i = 0; i < s.parts; i++) {
-            const float x = from[i * stride + c.dv_pad];
-            peak = x > peak || x != x ? x : peak;
-        }
         std::memset(o, 0, size_t(c.dv_pad) * 4);
         for (int64_t i = 0; i < s.parts; i++) {
             const float* part = from + i * stride;
-            const float factor = part[c.dv_pad] == -INF ? 0.0f : std::exp(part[c.dv_pad] - peak);
-            total += part[c.dv_pad + 1] * factor;
-            for (int64_t d = 0; d < c.dv_pad; d += W)
-                hasten::store(o + d, load(o + d) + load(part + d) * factor);
+            fold(o, peak, total, part, part[c.dv_pad], part[c.dv_pad + 1], c.dv_pad);
         }
         write_result(in, s, t, c, m, o, peak, total);
     }
@@ -329,7 +354,7 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
     const int64_t widened = std::max(c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
-    return (M * (c.d_units + 4 * T + c.dv_pad + 2) + widened + c.dv_pad) * 4 + 1024;
+    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 4) + widened + c.dv_pad) * 4 + 1024;
 }
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
