@@ -280,8 +280,8 @@ class Costs:
         shards = self.shard_group().size if layout.zero else 1
         volume = count / shards * (2 * (per.optimizer + per.weights) + 2 * per.gradients)
         if layout.offload == "optimizer":
-            # Gradients go out, weights come back; the host reads and writes the states in its own memory, of
-            # which a device's share is about as fast as its link (eight channels of DDR5 for eight devices).
+            # Gradients go out and weights come back; the host reads and writes the states in its own memory,
+            # of which a device's share is about as fast as its link (eight channels of DDR5, eight devices).
             moved = 2 * (per.gradients + per.weights + per.optimizer)
             return count / shards * moved / self.cluster.host_bandwidth.value
         return volume / (self.cluster.device.memory_bandwidth.value * self.known.optimizer)

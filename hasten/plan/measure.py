@@ -1,7 +1,8 @@
 """What `hasten calibrate` measures: matrix products by size and format, memory bandwidth, collectives.
 
 Imports torch, so only the command that measures imports this module. Sizes are bytes, rates bytes/s and
-FLOP/s (a multiply-add is two), times seconds. Medians are taken, after one call that is not counted.
+FLOP/s (a multiply-add is two), times seconds. The fastest of several calls counts, after one that does not:
+whatever else runs on the machine only adds. Collectives are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def small_steps(dtype: str, repeats: int = 12) -> list[Step]:
             step()
             times.append(time.perf_counter() - begin)
         hasten.restore(model)
-        found.append(Step(layers, micro_batches, statistics.median(times[2:])))
+        found.append(Step(layers, micro_batches, min(times[2:])))
     return found
 
 
@@ -244,7 +245,7 @@ def update_bandwidth(device: str = "cpu", size_bytes: int = 1 << 27) -> float:
 
 
 def timed(call: Callable[[], object], device: str = "cpu") -> float:
-    """Median seconds of a call after one that is not counted: at least three, more of short ones."""
+    """Seconds of the fastest of several calls, after one that is not counted: more calls of short ones."""
     _finished(call, device)
     begin = time.perf_counter()
     _finished(call, device)
@@ -255,7 +256,7 @@ def timed(call: Callable[[], object], device: str = "cpu") -> float:
         begin = time.perf_counter()
         _finished(call, device)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return min(first, *times)
 
 
 def collectives(ranks: int = 2, sizes: Sequence[int] = MESSAGE_BYTES, backend: str = "gloo") -> list[Message]:
