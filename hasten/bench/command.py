@@ -171,7 +171,6 @@ def generate(
     counts = _numbers("streams", streams)
     with _measuring() as screen:
         from hasten.bench import report as reports
-        from hasten.bench.generation import report as generated
         from hasten.bench.generation import table
         from hasten.bench.generation.run import Settings, bench_generate
 
@@ -190,8 +189,8 @@ def generate(
         )
         report = bench_generate(settings, screen)
         if json is not None and json != _STDOUT:
-            generated.save(report, json)
-    _show(generated.dump(report) if json == _STDOUT else table.render(report))
+            reports.save(report, json)
+    _show(reports.dump(report) if json == _STDOUT else table.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
 
@@ -220,7 +219,6 @@ def serve(
     clients = _numbers("concurrency", concurrency)
     with _measuring() as screen:
         from hasten.bench import report as reports
-        from hasten.bench.generation.report import dump, save
         from hasten.bench.serving import table
         from hasten.bench.serving.run import Settings, bench_serve
 
@@ -229,8 +227,8 @@ def serve(
         settings = Settings(model, prompt_tokens, new_tokens, clients, requests_per_client, names, data)
         report = bench_serve(settings, screen)
         if json is not None and json != _STDOUT:
-            save(report, json)
-    _show(dump(report) if json == _STDOUT else table.render(report))
+            reports.save(report, json)
+    _show(reports.dump(report) if json == _STDOUT else table.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
 
@@ -257,8 +255,8 @@ def ops(
             reports.check_writable(json)
         report = operators.bench_ops(op, case, seconds, screen, every=every, tune=not no_tune)
         if json is not None and json != _STDOUT:
-            operators.save(report, json)
-    _show(operators.dump(report) if json == _STDOUT else operators.render(report))
+            reports.save(report, json)
+    _show(reports.dump(report) if json == _STDOUT else operators.render(report))
     raise typer.Exit(_exit_code(report.interrupted, failed=False))
 
 
@@ -304,13 +302,14 @@ def _train_levels(settings: Settings, names: str, json: Path | None, screen: Scr
     """The bench at each level, shown and written; the exit code."""
     from hasten.base.facts import detect
     from hasten.bench import levels, table
+    from hasten.bench import report as reports
     from hasten.bench.train import bench_levels
 
     report = bench_levels(settings, levels.parse_levels(names, detect()), screen)
     if json is not None and json != _STDOUT:
-        levels.save(report, json)
+        reports.save(report, json)
     if json == _STDOUT:
-        _show(levels.dump(report))
+        _show(reports.dump(report))
     else:
         for entry in report.reports.values():
             _show(table.render(entry))

@@ -8,14 +8,12 @@ there, as they would on a processor of that level.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hasten.base.errors import ConfigError, nearest
 from hasten.base.facts import ISA_LEVELS, Facts
-from hasten.base.files import write_atomically
 from hasten.bench.report import BenchReport
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -69,13 +67,3 @@ def has_bf16(level: str | None, facts: Facts) -> tuple[bool, str]:
     if level is not None and level not in _WITH_BF16:
         return False, f"level {level} has no bf16"
     return True, facts.bf16_in_hardware.source
-
-
-def dump(report: LevelsReport) -> str:
-    """The report as indented JSON."""
-    return report.model_dump_json(by_alias=True, indent=2) + "\n"
-
-
-def save(report: LevelsReport, path: Path) -> None:
-    """Writes the report under a temporary name and renames it."""
-    write_atomically(path, dump(report))

@@ -6,12 +6,10 @@ gradients miss the operator's error budget, no ratio is given.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from hasten.base.errors import ConfigError, nearest
 from hasten.base.facts import detect
-from hasten.base.files import write_atomically
 from hasten.base.screen import Screen
 from hasten.bench import train
 from hasten.bench.report import Interruption, Limits
@@ -200,16 +197,6 @@ def render(report: OpsReport) -> RenderableType:
             Text(f"CUT SHORT by {cut.signal} during {cut.during}: only what came before it is here")
         )
     return Group(table, *problems)
-
-
-def dump(report: OpsReport) -> str:
-    """The report as indented JSON."""
-    return json.dumps(report.model_dump(by_alias=True), indent=2, allow_nan=False) + "\n"
-
-
-def save(report: OpsReport, path: Path) -> None:
-    """Writes the report under a temporary name and renames it."""
-    write_atomically(path, dump(report))
 
 
 def interleaved(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:

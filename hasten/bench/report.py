@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,6 +15,7 @@ from hasten.base.errors import InputError
 from hasten.base.files import make_folder, write_atomically
 
 SCHEMA = "hasten.bench.train/3"
+_Report = TypeVar("_Report", bound=BaseModel)
 
 
 class _Frozen(BaseModel):
@@ -185,13 +186,13 @@ class BenchReport(_Frozen):
     agreement: list[Agreement]
 
 
-def dump(report: BenchReport) -> str:
-    """The report as indented JSON, keys in the order of the classes above."""
+def dump(report: BaseModel) -> str:
+    """Any report as indented JSON, keys in the order of its classes."""
     return json.dumps(report.model_dump(by_alias=True), indent=2, allow_nan=False) + "\n"
 
 
-def save(report: BenchReport, path: Path) -> None:
-    """Writes the report under a temporary name and renames it: a reader never sees half a file."""
+def save(report: BaseModel, path: Path) -> None:
+    """Writes any report under a temporary name and renames it: a reader never sees half a file."""
     write_atomically(path, dump(report))
 
 
@@ -209,18 +210,23 @@ def check_writable(path: Path) -> None:
 
 
 def load(path: Path) -> BenchReport:
-    """Reads and checks a report.
+    """Reads and checks a report of `hasten bench train`; raises as `read`."""
+    return read(BenchReport, path, SCHEMA, "train")
+
+
+def read(kind: type[_Report], path: Path, schema: str, command: str) -> _Report:
+    """Reads and checks a report that `hasten bench COMMAND` wrote.
 
     Raises:
         InputError: the file is missing, is no JSON, or does not have this schema; names the first field.
     """
     if not path.is_file():
-        raise InputError(f"no report at {str(path)!r}: write one with 'hasten bench train --json {path}'")
+        raise InputError(f"no report at {str(path)!r}: write one with 'hasten bench {command} --json {path}'")
     try:
-        return BenchReport.model_validate_json(path.read_text(encoding="utf-8"))
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(
-            f"{str(path)!r} is not a report of schema {SCHEMA}: {where}: {first['msg']}"
+            f"{str(path)!r} is not a report of schema {schema}: {where}: {first['msg']}"
         ) from error

@@ -5,7 +5,7 @@ Light on purpose: nothing heavy is imported for `--help`, and the port is taken 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,8 +62,10 @@ MAX_QUEUE = Annotated[
     int, typer.Option("--max-queue", min=1, help="Requests that may wait; more get a 429 with Retry-After.")
 ]
 MAX_SEQUENCES = Annotated[int, typer.Option("--max-sequences", min=1, help="Answers made at the same time.")]
-WEIGHTS = Annotated[str, typer.Option("--weights", help="auto, stored, float32, bfloat16, int8 or int4.")]
-CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16 or float32.")]
+WEIGHTS = Annotated[
+    str, typer.Option("--weights", help="auto, stored, int4, int8, bfloat16, float32, or bits a weight.")
+]
+CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16, int8 or float32.")]
 CACHE_GIB = Annotated[
     float | None,
     typer.Option("--cache-gib", min=0.001, help="Memory for keys and values.", show_default="a quarter"),
@@ -207,26 +209,26 @@ def _short(model: str) -> str:
 
 
 def _text_model(opening: _Opening, metrics: Metrics) -> TextModel:
-    from hasten.base.screen import Screen
-    from hasten.serve.engine import Engine
+    from hasten.base.screen import Screen, spell_bytes
     from hasten.serve.grammar import Grammars
     from hasten.serve.http.state import TextModel
     from hasten.serve.http.template import ChatTemplate
-    from hasten.serve.open import checked, open_runner
+    from hasten.serve.open import checked, open_engine
 
     screen = Screen()
-    served = open_runner(opening.model, screen=screen, **opening.runner)
+    engine, served = open_engine(
+        opening.model, settings=opening.engine, observer=metrics, screen=screen, **opening.runner
+    )
     if opening.most_ratio is not None:
         checked(served, opening.model, opening.most_ratio, screen)
     words, vocab_size = served.words, served.runner.vocab_size
     tokenizer = words.tokenizer()
     eos = tuple(words.eos_token_ids)
-    engine = Engine(served.runner, tokenizer, replace(opening.engine, eos_tokens=eos), metrics)
     text = words.chat_template if opening.template is None else _template_text(opening.template)
     about = served.about
     typer.echo(
-        f"{opening.name}: context {engine.context_tokens} tokens, weights {_size(about.weight_bytes)}, "
-        f"cache {_size(about.cache_bytes_per_token)} a token, {_memory()}",
+        f"{opening.name}: context {engine.context_tokens} tokens, weights {spell_bytes(about.weight_bytes)}, "
+        f"cache {spell_bytes(about.cache_bytes_per_token)} a token, {_memory()}",
         err=True,
     )
     return TextModel(
@@ -265,12 +267,6 @@ def _embedder(model: str, name: str | None) -> Embedder:
 def _memory() -> str:
     import psutil
 
-    return f"process {_size(psutil.Process().memory_info().rss)}"
+    from hasten.base.screen import spell_bytes
 
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return f"process {spell_bytes(psutil.Process().memory_info().rss)}"

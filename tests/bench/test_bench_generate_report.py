@@ -17,7 +17,7 @@ from hasten.bench.generation import compare, report, table
 from hasten.bench.generation.context import longest_context
 from hasten.bench.generation.judge import Scored
 from hasten.bench.generation.names import CONTENDERS
-from hasten.bench.report import Limits, ModelSize
+from hasten.bench.report import Limits, ModelSize, save
 from hasten.bench.serving import report as serving
 
 FORMAT = Path(__file__).parents[2] / "docs/formats/report.md"
@@ -193,7 +193,7 @@ def test_where_answers_part_is_said():
 
 def test_what_is_written_is_what_is_read(example: report.GenerateReport, tmp_path: Path):
     path = tmp_path / "report.json"
-    report.save(example, path)
+    save(example, path)
     assert report.load(path) == example
     path.write_text(path.read_text().replace("generate/1", "generate/2"))
     with pytest.raises(InputError, match=r"not a report of schema hasten\.bench\.generate/1: schema"):
@@ -237,7 +237,7 @@ def test_markdown_has_the_numbers(example: report.GenerateReport):
 
 
 def test_the_markdown_is_printed_from_a_file(example: report.GenerateReport, tmp_path: Path, capsys):
-    report.save(example, tmp_path / "a.json")
+    save(example, tmp_path / "a.json")
     assert table.main([str(tmp_path / "a.json")]) == 0
     assert "| `hasten` |" in capsys.readouterr().out
     assert table.main([]) == 2

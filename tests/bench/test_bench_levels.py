@@ -13,6 +13,7 @@ from test_bench_train import OUTCOME, QUIET
 from hasten.base.errors import ConfigError
 from hasten.base.facts import ISA_LEVELS, detect
 from hasten.bench import levels, train
+from hasten.bench.report import save
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +75,7 @@ def test_each_contender_runs_at_each_level(
         "fp32: level generic has no bf16",
         "fp32: this processor has no bf16 in hardware",
     )
-    levels.save(report, tmp_path / "levels.json")
+    save(report, tmp_path / "levels.json")
     raw = json.loads((tmp_path / "levels.json").read_text())
     assert raw["schema"] == "hasten.bench.levels/1"
     assert levels.LevelsReport.model_validate(raw) == report

@@ -18,7 +18,7 @@ from hasten.base.errors import ConfigError
 from hasten.base.screen import Screen
 from hasten.bench import ops
 from hasten.bench.command import bench
-from hasten.bench.report import Limits
+from hasten.bench.report import Limits, dump
 from hasten.ops import native
 from hasten.ops.cases import Case
 
@@ -174,4 +174,4 @@ def test_a_real_operator(monkeypatch: pytest.MonkeyPatch):
     got = ops.bench_ops("rms_norm", small.name, 0.0, Screen(enabled=False))
     assert got.agree, [row.error for row in got.rows]
     assert {row.op for row in got.rows} == {"rms_norm"}
-    assert ops.dump(got).startswith('{\n  "schema": "hasten.bench.ops/2"')
+    assert dump(got).startswith('{\n  "schema": "hasten.bench.ops/2"')

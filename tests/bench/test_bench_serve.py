@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from hasten.base.errors import ConfigError, HastenError
 from hasten.base.screen import Screen
 from hasten.bench.command import bench
-from hasten.bench.generation.report import dump
 from hasten.bench.generation.subject import open_subject
 from hasten.bench.process import ContenderError
+from hasten.bench.report import dump
 from hasten.bench.serving import load, run, table
 from hasten.bench.serving.names import CONTENDERS, Kind
 from hasten.bench.serving.report import ServeReport

@@ -5,15 +5,12 @@ Everything that is printed is computed from this object, so a report on disk is 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from hasten.base.errors import InputError
-from hasten.base.files import write_atomically
-from hasten.bench.report import Interruption, Limits, ModelSize
+from hasten.bench.report import Interruption, Limits, ModelSize, read
 
 SCHEMA = "hasten.bench.generate/1"
 
@@ -215,29 +212,6 @@ class GenerateReport(_Frozen):
     """Null unless it was asked for."""
 
 
-def dump(report: BaseModel) -> str:
-    """A report as indented JSON, keys in the order of its classes."""
-    return json.dumps(report.model_dump(by_alias=True), indent=2, allow_nan=False) + "\n"
-
-
-def save(report: BaseModel, path: Path) -> None:
-    """Writes a report under a temporary name and renames it: a reader never sees half a file."""
-    write_atomically(path, dump(report))
-
-
 def load(path: Path) -> GenerateReport:
-    """Reads and checks a report.
-
-    Raises:
-        InputError: the file is missing, is no JSON, or does not have this schema; names the first field.
-    """
-    if not path.is_file():
-        raise InputError(f"no report at {str(path)!r}: write one with 'hasten bench generate --json {path}'")
-    try:
-        return GenerateReport.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(
-            f"{str(path)!r} is not a report of schema {SCHEMA}: {where}: {first['msg']}"
-        ) from error
+    """Reads and checks a report of `hasten bench generate`; raises as `hasten.bench.report.read`."""
+    return read(GenerateReport, path, SCHEMA, "generate")
