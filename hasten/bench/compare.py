@@ -96,6 +96,7 @@ def summarise(
         repeatable=all(entry.losses == rounds[0].losses for entry in rounds),
         flops_per_s=flops / step_s,
         share_of_limit=flops / step_s / limits.gemm_flops_per_s_by_dtype[dtype],
+        loss_rounding=rounds[0].loss_rounding,
         text=rounds[0].text,
         rounds=list(rounds),
     )
@@ -144,8 +145,10 @@ def _base_of(name: str, contenders: Mapping[str, Contender]) -> str | None:
 
 def _agreement(name: str, contender: Contender, base: str, other: Contender, tokens: int) -> Agreement:
     allowed = bound("bfloat16" if "bfloat16" in (contender.dtype, other.dtype) else "float32", tokens)
+    # Plain PyTorch against itself has the same rounding on both sides.
+    rounding = None if CONTENDERS[name].engine == "eager" else other.loss_rounding
     pairs = zip(contender.losses, other.losses, strict=True)
-    differences = [(ours - theirs) / max(abs(theirs), 1e-6) for ours, theirs in pairs]
+    differences = [(ours - (theirs - (rounding or 0.0))) / max(abs(theirs), 1e-6) for ours, theirs in pairs]
     first, largest = abs(differences[0]), max(abs(value) for value in differences)
     mean = abs(statistics.fmean(differences))
     return Agreement(
@@ -155,6 +158,7 @@ def _agreement(name: str, contender: Contender, base: str, other: Contender, tok
         bound_later=allowed.later,
         bound_mean=allowed.mean,
         reason=allowed.reason,
+        base_rounding=rounding,
         difference_first=first,
         difference_largest=largest,
         difference_mean=mean,

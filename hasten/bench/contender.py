@@ -29,7 +29,7 @@ from hasten.bench.contenders import CONTENDERS, Kind, Spec
 from hasten.bench.memory import peak_resident_bytes, resident_bytes
 from hasten.bench.openvino_model import openvino_forward
 from hasten.bench.report import Outcome, Round
-from hasten.bench.tasks import probe_loss
+from hasten.bench.tasks import check_task, loss_rounding, probe_loss
 from hasten.bench.workload import model_size, open_workload_model
 
 
@@ -102,6 +102,13 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         emit(event="step", step=step + 1, seconds=seconds[-1], loss=losses[-1])
         begin = time.perf_counter()
     peak = peak_resident_bytes()
+    rounding = None
+    if kind.engine == "eager" and not infer and not (kind.wants_bf16 and spec.bf16):
+        with torch.no_grad():
+            result = forward(**batch, **settings)
+            rounding = loss_rounding(
+                result.loss.item(), result.logits, batch["labels"], check_task(spec.task)
+            )
     text = None
     if spec.prompt is not None and tokenizer is not None:
         emit(event="continuing")
@@ -115,6 +122,7 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         peak_rss_bytes=peak,
         rss_open_bytes=rss_open,
         peak_rss_first_step_bytes=peak_first,
+        loss_rounding=rounding,
         text=text,
     )
     return Outcome(round=measured, size=size)

@@ -86,6 +86,8 @@ class Round(_Frozen):
     """High-water mark of the whole process after the last step."""
     rss_open_bytes: int
     peak_rss_first_step_bytes: int
+    loss_rounding: float | None = None
+    """Plain PyTorch in fp32, after the last step: its loss minus that of its logits in float64."""
     text: str | None = None
     """Greedy continuation of the prompt by the tuned model."""
 
@@ -118,6 +120,8 @@ class Contender(_Frozen):
     losses: list[float]
     repeatable: bool
     """Every round gave bit-equal losses."""
+    loss_rounding: float | None = None
+    """Of the first round; see `Round`."""
     flops_per_s: float
     share_of_limit: float
     """`flops_per_s` over the measured matrix-product peak of its dtype."""
@@ -145,6 +149,8 @@ class Agreement(_Frozen):
     bound_later: float
     bound_mean: float
     reason: str
+    base_rounding: float | None = None
+    """The base's `loss_rounding`, which is taken off its losses before the contender's are compared."""
     difference_first: float
     difference_largest: float
     difference_mean: float

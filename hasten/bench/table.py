@@ -196,11 +196,16 @@ def _losses(report: BenchReport) -> Table:
 
 def _agreement(entry: Agreement) -> str:
     verdict = "agree" if entry.agree else "DO NOT agree"
+    without = ""
+    if entry.base_rounding is not None:
+        without = (
+            f"; {entry.base}'s float32 cross-entropy is {entry.base_rounding:+.1e} off and was corrected"
+        )
     return (
         f"losses of {entry.contender} and {entry.base} {verdict}: relative difference "
         f"{entry.difference_first:.1e} at step 1 (allowed {entry.bound_first:.1e}), "
         f"{entry.difference_largest:.1e} at most (allowed {entry.bound_later:.1e}), "
-        f"{entry.difference_mean:.1e} on average (allowed {entry.bound_mean:.1e})"
+        f"{entry.difference_mean:.1e} on average (allowed {entry.bound_mean:.1e}){without}"
     )
 
 

@@ -46,7 +46,7 @@ class Block:
     limits: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def limit(self, dtype: torch.dtype) -> Tensor:
-        """[q1 - q0, c1 - c0]: -inf where hidden, else inf, so that a minimum hides; there must be hidden keys."""
+        """[q1 - q0, c1 - c0]: -inf where hidden, else inf: for a minimum; only if keys are hidden."""
         made = self.limits.get(dtype)
         if made is None:
             assert self.hidden is not None
