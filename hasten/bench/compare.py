@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hasten.bench.contenders import BASES, CONTENDERS, Kind
-from hasten.bench.report import Agreement, Contender, Limits, ModelSize, Ratio, Round
+from hasten.bench.report import Agreement, Contender, Limits, ModelSize, OperatorTime, Ratio, Round
 
 BF16_TOKENS = 1024
 
@@ -98,6 +98,7 @@ def summarise(
         share_of_limit=flops / step_s / limits.gemm_flops_per_s_by_dtype[dtype],
         loss_rounding=rounds[0].loss_rounding,
         text=rounds[0].text,
+        where=_with_limits(rounds[0].where, limits.gemm_flops_per_s_by_dtype[dtype]),
         rounds=list(rounds),
     )
 
@@ -132,6 +133,13 @@ def ratios(contenders: Mapping[str, Contender], agreed: Sequence[Agreement]) -> 
                 first_forward_extra_s=contender.first_forward_s - other.first_forward_s,
             )
     return table
+
+
+def _with_limits(rows: Sequence[OperatorTime] | None, peak: float) -> list[OperatorTime] | None:
+    if rows is None:
+        return None
+    shares = [row.flops / row.time_s / peak if row.flops and row.time_s else None for row in rows]
+    return [row.model_copy(update={"share_of_limit": share}) for row, share in zip(rows, shares, strict=True)]
 
 
 def _base_of(name: str, contenders: Mapping[str, Contender]) -> str | None:

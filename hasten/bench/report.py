@@ -70,6 +70,20 @@ class Workload(_Frozen):
     prompt: str | None = None
 
 
+class OperatorTime(_Frozen):
+    """What one operator takes of a step under torch's profiler, which costs some time itself."""
+
+    operator: str
+    calls: int
+    time_s: float
+    share: float
+    """Of the step."""
+    flops: float | None
+    """Null where they are not counted."""
+    share_of_limit: float | None = None
+    """Operations a second over the measured matrix-product peak of the contender's dtype."""
+
+
 class Round(_Frozen):
     """One process of one contender."""
 
@@ -90,6 +104,8 @@ class Round(_Frozen):
     """Plain PyTorch in fp32, after the last step: its loss minus that of its logits in float64."""
     text: str | None = None
     """Greedy continuation of the prompt by the tuned model."""
+    where: list[OperatorTime] | None = None
+    """Of one more step, where that was asked for."""
 
 
 class Outcome(_Frozen):
@@ -126,6 +142,8 @@ class Contender(_Frozen):
     share_of_limit: float
     """`flops_per_s` over the measured matrix-product peak of its dtype."""
     text: str | None = None
+    where: list[OperatorTime] | None = None
+    """Of the first round: where a step's time goes, from the most to the least; null if not asked for."""
     rounds: list[Round]
 
 
