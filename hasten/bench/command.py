@@ -177,6 +177,9 @@ def generate(
             help="Also the longest context within the memory that the plain contender needs for 512 tokens.",
         ),
     ] = False,
+    where: Annotated[
+        bool, typer.Option("--where", help="Also where hasten's time goes, by operation of its program.")
+    ] = False,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Continue the same prompts greedily with each contender, in turn and in separate processes.
@@ -203,6 +206,7 @@ def generate(
             names,
             data,
             longest_context=longest_context,
+            where=where,
         )
         report = bench_generate(settings, screen)
         if json is not None and json != _STDOUT:

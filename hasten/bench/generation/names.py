@@ -39,6 +39,8 @@ CONTENDERS: dict[str, Kind] = {
 }
 
 DEFAULT = ("eager-bf16", "llama.cpp", "hasten-bf16", "hasten")
+REST = "engine, sampling, text"
+"""What no operation of the program accounts for."""
 BASES = ("eager-bf16", "eager-fp32", "llama.cpp")
 """What ratios are taken against."""
 
@@ -71,6 +73,9 @@ class Spec:
 
     started_at: float
     """`time.time()` just before the process was started."""
+
+    where: bool = False
+    """Also where the time goes, after everything else."""
 
     def dump(self) -> str:
         """As JSON."""
@@ -117,6 +122,11 @@ class Engine(Protocol):
 
         `logprobs` is asked for the cold prompt alone, whose decoding is not timed.
         """
+        ...
+
+    def where(self, prompt: list[int], new_tokens: int) -> dict[str, dict[str, float]] | None:
+        """Seconds by operation of `prefill` (the prompt) and `decode` (one token), `REST` for what is none;
+        None where the engine cannot tell."""
         ...
 
     def close(self) -> None:

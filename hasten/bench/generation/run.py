@@ -47,6 +47,8 @@ class Settings(NamedTuple):
     data: str = "python-stdlib"
     seed: int = 0
     longest_context: bool = False
+    where: bool = False
+    """Also where hasten's time goes, by operation."""
 
 
 class _Contest(NamedTuple):
@@ -209,6 +211,7 @@ def _spec(contest: _Contest, name: str, **changes: Any) -> Spec:
         "new_tokens": settings.new_tokens,
         "threads": contest.threads,
         "context_tokens": settings.prompt_tokens + settings.new_tokens,
+        "where": settings.where,
     }
     return Spec(**(values | changes), started_at=time.time())
 
