@@ -72,7 +72,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
 def leave():
-    blocks = [bytes(100_000) for _ in range(1000)]
+    blocks = [b"x" * (100_000 + i) for i in range(1000)]
     return blocks[-1]
 
 pin = leave()
