@@ -210,6 +210,8 @@ def test_the_subject_knows_what_a_step_reads(tmp_path: Path, tiny_gguf: tuple[Pa
     assert subject.cache_values(10) == 3 * 2 * 2 * 16 * 10
     assert subject.cache_values(1000) == 3 * 2 * 2 * 16 * 32
     assert subject.cache_bytes("float32", 10) == 2 * subject.cache_bytes("int4", 10) == 4 * 1920
+    assert subject.cache_bytes("stored", 10, "int8") == subject.cache_values(10)
+    assert subject.cache_bytes("int8", 10) == 2 * subject.cache_values(10)
     assert subject.weight_bytes("bfloat16") == 2 * subject.size.product_parameters
     assert subject.weight_bytes("int8") == int(subject.size.product_parameters * BITS["int8"] / 8)
     with pytest.raises(ValueError, match="GGUF"):

@@ -115,11 +115,16 @@ class Hasten:
         from hasten.serve.sampling import SamplingParams
         from hasten.serve.stream import Request
 
-        settings = EngineSettings(draft_tokens=CONTENDERS[spec.contender].draft_tokens)
+        kind = CONTENDERS[spec.contender]
+        settings = EngineSettings(draft_tokens=kind.draft_tokens)
         # Programs are kept on disk by context: one serves all lengths up to the default.
         context_tokens = spec.context_tokens if spec.context_tokens > DEFAULT_CONTEXT_TOKENS else None
         opened: Any = open_hasten(
-            spec.model, settings=settings, weights=spec.weights, context_tokens=context_tokens
+            spec.model,
+            settings=settings,
+            weights=spec.weights,
+            cache=kind.cache,
+            context_tokens=context_tokens,
         )
         self._engine, served = opened
         self._runner = served.runner

@@ -20,6 +20,8 @@ class Kind(NamedTuple):
     """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, 4 bits where it has floats."""
     draft_tokens: int = 0
     """Most tokens that are guessed from the prompt at a time."""
+    cache: str = "bfloat16"
+    """Of keys and values, for hasten's engine."""
 
 
 CONTENDERS: dict[str, Kind] = {
@@ -35,6 +37,7 @@ CONTENDERS: dict[str, Kind] = {
     "hasten": Kind(
         "hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"
     ),
+    "hasten-cache8": Kind("hasten, with keys and values in 8 bits", "hasten", "stored", cache="int8"),
     "hasten-draft": Kind("hasten, guessing tokens from the prompt", "hasten", "stored", draft_tokens=8),
 }
 

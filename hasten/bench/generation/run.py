@@ -312,7 +312,7 @@ def _report(
             subject.prefill_flops(settings.prompt_tokens),
             # What a contender holds is what it reads, but for a table of embeddings of its own.
             (rounds[0].held_weight_bytes if subject.tied else None) or subject.weight_bytes(weights),
-            subject.cache_bytes(weights, middle),
+            subject.cache_bytes(weights, middle, CONTENDERS[name].cache),
         )
         text = subject.tokenizer.decode(rounds[0].tokens[0])
         contenders[name] = compare.summarise(
