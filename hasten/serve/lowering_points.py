@@ -73,9 +73,7 @@ def arithmetic(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
 
 def compared(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     """Comparisons give 1 and 0, and so do the logical ones of such numbers."""
-    name = name_of(node).removesuffix("_")
-    if name in ("aten.max", "aten.min") and (len(args) != 2 or not isinstance(args[1], fx.Node)):
-        raise RefusedError(f"{node}: {node.target} with an argument of its own")
+    name = str(node.target) if is_call(node, aten.max, aten.min) else name_of(node).removesuffix("_")
     if name in _LOGICAL and dtype_of(node) != torch.bool:
         raise RefusedError(f"{node}: {node.target} of integers")
     return two(rows, node, "binary", args[0], args[1], BINARY.index((_COMPARED | _LOGICAL)[name]))
@@ -223,7 +221,7 @@ _ARITHMETIC = {"aten.add": "add", "aten.sub": "subtract", "aten.mul": "multiply"
 _COMPARED = {
     "aten.gt": "greater", "aten.ge": "greater_equal", "aten.lt": "less", "aten.le": "less_equal",
     "aten.eq": "equal", "aten.ne": "not_equal", "aten.maximum": "maximum", "aten.minimum": "minimum",
-    "aten.max": "maximum", "aten.min": "minimum",
+    "aten.max.other": "maximum", "aten.min.other": "minimum",
 }  # fmt: skip
 _LOGICAL = {
     "aten.logical_and": "multiply", "aten.logical_or": "maximum", "aten.bitwise_and": "multiply",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hasten.graph.nodes import dtype_of, shape_of
+from hasten.graph.nodes import aten, dtype_of, is_call, shape_of
 from hasten.ops.panels import LANES
-from hasten.serve.lowering_points import copy_over
+from hasten.serve.lowering_points import compared, copy_over
 from hasten.serve.lowering_rows import RefusedError, Rows, Value, name_of
 
 _MOST_EXPERTS = 4096
@@ -63,6 +63,18 @@ def topk(rows: Rows, node: fx.Node, args: list[Any]) -> list[Value]:
     values = rows.new(shape, node)
     rows.along(node, "gather", dim, [values, source, places], (), size=args[1])
     return [values, places]
+
+
+def extreme(rows: Rows, node: fx.Node, args: list[Any]) -> Value | list[Value]:
+    """The larger or smaller of two, or along a dim with its place."""
+    if is_call(node, aten.max.other, aten.min.other):
+        return compared(rows, node, args)
+    if not is_call(node, aten.max.dim, aten.min.dim):
+        raise RefusedError(f"{node}: {node.target} over the tokens")
+    values = topk(rows, node, [args[0], 1, args[1], is_call(node, aten.max.dim)])
+    if args[2]:
+        return values
+    return [Value(value.kind, value.index, value.meta.squeeze(args[1])) for value in values]
 
 
 def argmax(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
@@ -176,6 +188,7 @@ HANDLERS: dict[str, Callable[[Rows, fx.Node, list[Any]], Any]] = {
     **dict.fromkeys(("aten.sum", "aten.mean", "aten.amax", "aten.amin"), reduced),
     **dict.fromkeys(("aten.softmax", "aten._softmax"), softmax),
     **dict.fromkeys(("aten.scatter", "aten.scatter_"), scatter),
+    **dict.fromkeys(("aten.max", "aten.min"), extreme),
     "aten.topk": topk,
     "aten.argmax": argmax,
     "aten.gather": gather,
