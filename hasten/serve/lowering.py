@@ -108,6 +108,18 @@ def _reshape(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
         return rows.copy(source, node, shape)
 
 
+def _repeat(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
+    """Dims side by side several times: a view of a dim of its own for the times, then copied."""
+    source, times = rows.value(args[0]), list(args[1])
+    meta, shape = source.meta, [1] * (len(times) - source.meta.dim()) + list(source.meta.shape)
+    split = [part for pair in zip([1] * len(times), shape, strict=True) for part in pair]
+    wide = [part for pair in zip(times, shape, strict=True) for part in pair]
+    if times[shape.index(rows.T)] != 1:
+        raise RefusedError(f"{node}: {node.target} of tokens")
+    spread = Value(source.kind, source.index, meta.reshape(shape).view(split).expand(wide))
+    return rows.copy(spread, node, shape_of(node))
+
+
 def _embedding(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     if rows.kind(args[1]) != "tokens":
         raise RefusedError(f"{node}: looks up something other than the tokens")
@@ -152,11 +164,12 @@ def _linear(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
 
 def _norm(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     layer = is_call(node, _hops.layer_norm.default, aten.layer_norm.default)
-    if is_call(node, aten.layer_norm.default):
-        x, shape, weight, bias, eps = args[:5]
+    if is_call(node, aten.layer_norm.default, aten.rms_norm.default):
+        x, shape, weight = args[:3]
+        bias, eps = args[3:5] if layer else (None, args[3])
         offset = 0.0
-        if len(shape) != 1:
-            raise RefusedError(f"{node}: a norm over {len(shape)} dims")
+        if len(shape) != 1 or eps is None:
+            raise RefusedError(f"{node}: a norm over {len(shape)} dims with epsilon {eps}")
     elif layer:
         x, weight, bias, eps = args[:4]
         offset = 0.0
@@ -183,14 +196,14 @@ def _norm(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
 def _rotary(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     x, cos, sin, interleaved = args[:4]
     source, n0, stride, D = rows.heads(rows.value(x), node)
-    if rows.kind(cos) != "position" or rows.kind(sin) != "position":
+    angles = [rows.value(given) for given in (cos, sin)]
+    if any(value.kind != "table" for value in angles):
         raise RefusedError(f"{node}: rotary angles that are no function of the position")
     new = rows.new(source.meta.shape, node)
     _, _, to, _ = rows.heads(new, node)
     rows.emit(
         "rotary", node, n0=n0, n1=D, dst=rows.ref(new, to), a=rows.ref(source, stride),
-        b=rows.ref(rows.table(cos)), c=rows.ref(rows.table(sin)),
-        ints=(shape_of(cos)[-1], int(interleaved)),
+        b=rows.ref(angles[0]), c=rows.ref(angles[1]), ints=(shape_of(cos)[-1], int(interleaved)),
     )  # fmt: skip
     return new
 
@@ -219,11 +232,14 @@ _HANDLERS: dict[str, Callable[[Rows, fx.Node, list[Any]], Any]] = {
     **lowering_points.HANDLERS,
     **lowering_routing.HANDLERS,
     **dict.fromkeys((f"aten.{name}" for name in _VIEWED), _view),
-    **dict.fromkeys(("aten.view", "aten.reshape", "aten.flatten", "aten.unflatten"), _reshape),
+    **dict.fromkeys(
+        ("aten.view", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.view_as"), _reshape
+    ),
+    "aten.repeat": _repeat,
     **dict.fromkeys(("aten.linear", "hasten.linear"), _linear),
-    **dict.fromkeys(("hasten.rms_norm", "hasten.layer_norm", "aten.layer_norm"), _norm),
+    **dict.fromkeys(("hasten.rms_norm", "hasten.layer_norm", "aten.layer_norm", "aten.rms_norm"), _norm),
     **dict.fromkeys(("aten.embedding", "hasten.embedding"), _embedding),
-    **dict.fromkeys(("aten.cat", "aten.stack"), _cat),
+    **dict.fromkeys(("aten.cat", "aten.concat", "aten.stack"), _cat),
     "hasten.rotary": _rotary,
     "hasten.attention": attention,
 }

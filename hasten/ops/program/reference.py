@@ -181,7 +181,8 @@ class _Run:
 
     def _places(self, one: Any) -> None:
         count, largest = one.ints
-        order = self._view(one.a, one.n0, one.n1).argsort(-1, descending=bool(largest), stable=True)
+        x = self._view(one.a, one.n0, one.n1)
+        order = x.sort(dim=-1, descending=bool(largest), stable=True).indices
         self._view(one.dst, one.n0, count)[:] = order[..., :count].to(self.dtype)
 
     def _gather(self, one: Any) -> None:
