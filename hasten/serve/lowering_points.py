@@ -24,9 +24,7 @@ def unary(rows: Rows, node: fx.Node, x: Any, code: int, factor: float = 1.0, add
 
 
 def activation(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
-    kind = (
-        args[1] if is_call(node, _hops.activation.default) else _ATEN_KINDS[name_of(node).removesuffix("_")]
-    )
+    kind = args[1] if is_call(node, _hops.activation.default) else _ATEN_KINDS[_plain(node)]
     if is_call(node, aten.gelu.default) and args[1] == "tanh":
         kind = "gelu_tanh"
     if kind == "identity":
@@ -51,7 +49,7 @@ def two(rows: Rows, node: fx.Node, op: str, a: Any, b: Any, code: int) -> Value:
 
 def arithmetic(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     a, b = args[:2]
-    op = _ARITHMETIC[name_of(node).removesuffix("_")]
+    op = _ARITHMETIC[_plain(node)]
     alpha = args[2] if op in ("add", "subtract") and len(args) > 2 else 1
     if alpha != 1:
         raise RefusedError(f"{node}: {op} with a factor of {alpha}")
@@ -73,7 +71,7 @@ def arithmetic(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
 
 def compared(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     """Comparisons give 1 and 0, and so do the logical ones of such numbers."""
-    name = str(node.target) if is_call(node, aten.max, aten.min) else name_of(node).removesuffix("_")
+    name = str(node.target) if is_call(node, aten.max, aten.min) else _plain(node)
     if name in _LOGICAL and dtype_of(node) != torch.bool:
         raise RefusedError(f"{node}: {node.target} of integers")
     return two(rows, node, "binary", args[0], args[1], BINARY.index((_COMPARED | _LOGICAL)[name]))
@@ -91,7 +89,7 @@ def negative(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
 
 
 def function(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
-    name = name_of(node).split(".")[1].removesuffix("_")
+    name = _plain(node).split(".")[1]
     return unary(rows, node, args[0], FUNCTION + FUNCTIONS.index(name))
 
 
@@ -110,7 +108,7 @@ def power(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
 
 
 def clamp(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
-    name = name_of(node).removesuffix("_")
+    name = _plain(node)
     low = None if name == "aten.clamp_max" else args[1]
     high = args[1] if name == "aten.clamp_max" else None if name == "aten.clamp_min" else args[2]
     found = rows.value(args[0])
@@ -217,6 +215,12 @@ def copy_over(rows: Rows, node: fx.Node, target: Any, result: Value) -> Value:
     return place
 
 
+def _plain(node: fx.Node) -> str:
+    """The name of the operator that gives a new tensor, for one that writes in place."""
+    name = name_of(node)
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
 _ARITHMETIC = {"aten.add": "add", "aten.sub": "subtract", "aten.mul": "multiply", "aten.div": "divide"}
 _COMPARED = {
     "aten.gt": "greater", "aten.ge": "greater_equal", "aten.lt": "less", "aten.le": "less_equal",
@@ -254,7 +258,7 @@ HANDLERS: dict[str, Callable[[Rows, fx.Node, list[Any]], Any]] = {
     **dict.fromkeys((f"aten.{name}" for name in _SAME), same),
     **dict.fromkeys((f"aten.{name}" for name in _FILLED), filled),
     "aten.where": where,
-    "aten.copy_": copy_into,
+    **dict.fromkeys(("aten.copy_", "aten.fill_"), copy_into),
     "hasten.activation": activation,
     "hasten.gated_activation": gated,
 }

@@ -158,9 +158,9 @@ class Builder:
             "reduce", HIDDEN, S, Ref("root", joined.index, 0, 1), a=Ref("root", weighted.index, 0, 1, HIDDEN),
             ints=(0,), floats=(0.7,),
         )  # fmt: skip
-        bounded = self.pointwise(
-            "unary", HIDDEN, joined, ints=(FUNCTION + self.function(),), floats=(0.1, 2.0)
-        )
+        bounded = self.pointwise("unary", HIDDEN, joined, ints=(KINDS.index("tanh"),), floats=(1.0, 0.0))
+        code = FUNCTION + self.function()
+        bounded = self.pointwise("unary", HIDDEN, bounded, ints=(code,), floats=(0.5, 2.0))
         return self.pointwise("binary", HIDDEN, x, bounded, ints=(0,))
 
     def function(self) -> int:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hasten.base.errors import ShapeError
 from hasten.ops.registry import operator
+from hasten.ops.routed_linear import reference
 
 __all__ = ["routed_linear"]
 
@@ -32,42 +32,15 @@ def routed_linear(
     return torch.ops.hasten.routed_linear(x, weight, bias, experts, transposed)  # type: ignore[no-any-return]
 
 
-def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, transposed: bool) -> int:
-    """N, after a look at the shapes."""
-    K, N = weight.shape[1:] if transposed else reversed(weight.shape[1:])
-    fits = x.dim() == 3 and experts.dim() == 2 and x.shape[0] == experts.shape[0] and x.shape[2] == K
-    if not fits or x.shape[1] not in (1, experts.shape[1]):
-        raise ShapeError(
-            f"routed_linear takes x [T, S or 1, {K}] and experts [T, S] for weights {tuple(weight.shape)}; "
-            f"got {tuple(x.shape)} and {tuple(experts.shape)}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0], N):
-        raise ShapeError(f"bias must be [{weight.shape[0]}, {N}]; got {tuple(bias.shape)}")
-    return int(N)
-
-
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, transposed: bool = False
-) -> Tensor:
-    N = _sizes(x, weight, bias, experts, transposed)
-    x = x.expand(-1, experts.shape[1], -1)
-    out = x.new_zeros(*experts.shape, N)
-    for e in experts.unique().tolist():
-        chosen = experts == e
-        y = x[chosen] @ (weight[e] if transposed else weight[e].t())
-        out[chosen] = y if bias is None else y + bias[e]
-    return out
-
-
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, transposed: bool = False
 ) -> Tensor:
-    return x.new_empty(*experts.shape, _sizes(x, weight, bias, experts, transposed))
+    return x.new_empty(*experts.shape, reference.columns(x, weight, bias, experts, transposed))
 
 
 operator(
     "routed_linear",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor experts, bool transposed=False) -> Tensor",
-    forward=_forward,
+    forward=reference.routed_linear,
     fake=_fake,
 )
