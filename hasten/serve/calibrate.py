@@ -77,7 +77,7 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
             rows, columns = reversed(module.weight.shape) if turned else module.weight.shape
             found[name] = Matrix(name, rows, columns, role, turned)
     for stack, turned in expert_stacks(model):
-        E, rows, columns = stack.shape[0], *(reversed(stack.shape[1:]) if turned else stack.shape[1:])
+        E, rows, columns = (stack.transpose(1, 2) if turned else stack).shape
         name = names[id(stack)]
         found[name] = Matrix(name, E * -(-rows // LANES) * LANES, columns, "projection", turned)
     return list(found.values())

@@ -45,7 +45,7 @@ def gates_into_products(
             or second.ints[0] != -1
             or first.n1 != second.n1
             or not same_format(first.matrix, second.matrix)
-            or _written_between(instructions, first, min(pair), i)  # type: ignore[type-var]
+            or _written_between(instructions, first, min(pair), i)  # type: ignore[type-var, arg-type]
         ):
             continue
         dropped |= set(pair)  # type: ignore[arg-type]

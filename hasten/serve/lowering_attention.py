@@ -67,10 +67,10 @@ def _written(rows: Rows, node: fx.Node, bias: Any, heads: int) -> tuple[Tensor |
     """
     if rows.kind(bias) != "constant":
         raise RefusedError(f"{node}: attention with a bias that is no constant")
-    key = ("mask", rows.further.key(bias))
-    if key not in rows.known:
-        rows.known[key] = _looked_at(rows, node, bias)
-    slopes, window = rows.known[key]
+    key = rows.further.key(bias)
+    if key not in rows.masks:
+        rows.masks[key] = _looked_at(rows, node, bias)
+    slopes, window = rows.masks[key]
     return None if slopes is None else slopes.expand(heads).contiguous(), window
 
 

@@ -55,7 +55,9 @@ class Rows:
         self.layers: list[Layer] = []
         self.vectors: list[Tensor] = []
         self.tables: list[Tensor] = []
-        self.known: dict[Any, int] = {}
+        self._known: dict[Any, int] = {}
+        self.masks: dict[int, tuple[Tensor | None, int]] = {}
+        """What written masks came to, by their key in `further`."""
         self.selected = False
         self.head: fx.Node | None = None
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -109,10 +111,10 @@ class Rows:
 
     def _once(self, among: list[Tensor], tensor: Tensor) -> int:
         key = (id(among), tuple(tensor.shape), hash(tensor.numpy().tobytes()))
-        if key not in self.known:
-            self.known[key] = len(among)
+        if key not in self._known:
+            self._known[key] = len(among)
             among.append(tensor)
-        return self.known[key]
+        return self._known[key]
 
     def new(self, shape: Sequence[int], node: fx.Node) -> Value:
         if list(shape).count(self.T) != 1:

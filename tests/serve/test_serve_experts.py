@@ -96,7 +96,8 @@ def test_a_folder_with_experts_is_served_by_a_program(
     ids = CHUNKS[0]
     with torch.no_grad():
         expected = model(ids[None]).logits[0]
-    for weights, allowed in (("float32", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2), ("6.0", 0.2)):
+    # Rounded, a router may choose another expert where two are nearly equal.
+    for weights, allowed in (("float32", 1e-5), ("bfloat16", 0.03), ("int8", 0.03), ("6.0", 0.2)):
         for from_disk in (False, True):
             served = open_runner(
                 tmp_path / "model", weights=weights, context_tokens=64, cache_bytes=1 << 20,

@@ -1,4 +1,5 @@
-// Instructions along the numbers of a row: a router's softmax, its largest places, and what is done with them.
+// Instructions along the numbers of a row: a router's softmax, its largest places, and what is done with
+// them.
 #include <algorithm>
 #include <cmath>
 

@@ -1,7 +1,7 @@
 // Products with experts: rows that chose the same one are multiplied together, and only chosen ones are read.
 //
-// The matrices of all experts lie below each other, each with panels of its own. A row's result does not depend
-// on which rows share its expert, as with every product by panels.
+// The matrices of all experts lie below each other, each with panels of its own. A row's result does not
+// depend on which rows share its expert, as with every product by panels.
 #include <algorithm>
 #include <cmath>
 
