@@ -164,6 +164,8 @@ def experts(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
     slots, K = source.meta.shape[1:]
     if source.kind != "root" or (source.meta.stride(2) != 1 and K > 1):
         source = rows.copy(source, node)
+    if places.kind != "root":
+        places = rows.copy(places, node)
     if E > _MOST_EXPERTS:
         raise RefusedError(f"{node}: {E} experts; at most {_MOST_EXPERTS}")
     vector = -1

@@ -18,6 +18,7 @@ from hasten.graph.whole import Whole
 from hasten.ops import native
 from hasten.ops.panels import FLOAT32, pack
 from hasten.ops.program.reference import run
+from hasten.ops.routed_linear import routed_linear
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.lowering import lower
 from hasten.serve.native_runner import NativeRunner
@@ -35,6 +36,7 @@ class Weights(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         shapes = {"embedding": (VOCABULARY, HIDDEN), "head": (VOCABULARY, HIDDEN), "square": (HIDDEN, HIDDEN)}
+        shapes |= {"other": (HIDDEN, HIDDEN), "stack": (4, HIDDEN, HIDDEN)}
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
 
@@ -113,6 +115,19 @@ def a_sum_over_its_own_product(x: Tensor, positions: Tensor, w: Weights) -> Tens
     return view + 1
 
 
+def products_of_what_changes_before_they_are_used(x: Tensor, positions: Tensor, w: Weights) -> Tensor:
+    y = product(x, w)
+    more, gate, up = product(y, w), product(y, w), nn.functional.linear(y, w.other)
+    y[..., :4] = 0.0
+    return y + more + nn.functional.silu(gate) * up
+
+
+def experts_by_place(x: Tensor, positions: Tensor, w: Weights) -> Tensor:
+    chosen = torch.stack((positions[0] % 4, (positions[0] + 1) % 4), -1)
+    y = routed_linear(x.view(-1, 1, HIDDEN), w.stack, None, chosen)
+    return routed_linear(y.tanh(), w.stack, w.stack[:, 0], chosen, True).sum(1).view(x.shape)
+
+
 def masks(x: Tensor, positions: Tensor, w: Weights) -> Tensor:
     y = torch.where(x > 0, x * 2, x.masked_fill(x < -1, -7.0))
     y = y.masked_fill(~((x > 0.5) & (x <= 1.5) | (x == 0)), 0.25)
@@ -163,8 +178,9 @@ def a_constant_for_each_place(x: Tensor, positions: Tensor, w: Weights) -> Tenso
 
 
 BODIES = (
-    slices_of_a_buffer, a_view_changed_in_place, a_copy_of_what_changes, a_sum_over_its_own_product, masks,
-    functions, sums, a_router, the_smallest_places, a_constant_for_each_place,
+    slices_of_a_buffer, a_view_changed_in_place, a_copy_of_what_changes, a_sum_over_its_own_product,
+    products_of_what_changes_before_they_are_used, experts_by_place, masks, functions, sums, a_router,
+    the_smallest_places, a_constant_for_each_place,
 )  # fmt: skip
 
 
