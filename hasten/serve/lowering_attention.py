@@ -26,6 +26,8 @@ def attention(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
         causal, window = True, min(filter(None, (limit, window)), default=0)
     if is_call(ranges, _hops.window_ranges.default):
         limit = full_args(ranges)[1]
+        if limit < 0:
+            raise RefusedError(f"{node}: attention that is not causal")
         window = min(filter(None, (limit, window)), default=0)
     elif ranges is not None or not causal:
         raise RefusedError(f"{node}: attention that is not causal")

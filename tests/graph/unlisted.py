@@ -254,6 +254,22 @@ SERVED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "GraniteMoeForCausalLM",
         _DECODER | {"intermediate_size": 36, "num_local_experts": 5, "num_experts_per_tok": 3},
     ),
+    # Makes a mask for an encoder that it does not have.
+    "bart": (
+        "bart",
+        "Bart",
+        "BartForCausalLM",
+        {
+            "vocab_size": 256,
+            "d_model": 64,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 96,
+            "max_position_embeddings": 256,
+            "dropout": 0.0,
+        },
+    ),
+    "bert": ("bert", "Bert", "BertLMHeadModel", _ENCODER),
     "apertus": ("apertus", "Apertus", "ApertusForCausalLM", _DECODER),
     "rwkv": (
         "rwkv",

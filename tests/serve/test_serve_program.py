@@ -94,7 +94,7 @@ def test_the_order_of_roots_in_the_arena_overlaps_no_life():
 
 FURTHER = (
     "olmo2", "stablelm", "cohere", "granite", "starcoder2", "gemma", "glm4", "gptj", "codegen", "llama_bias",
-    "exaone4", "nemotron", "gpt_neox_japanese", "xglm", "nanochat", "helium", "apertus",
+    "exaone4", "nemotron", "gpt_neox_japanese", "xglm", "nanochat", "helium", "apertus", "bart",
 )  # fmt: skip
 # Masks that are written out: ALiBi, a window in every other layer; latent attention.
 WRITTEN = ("falcon", "falcon_alibi", "mpt", "gpt_neo", "gpt_neo_wide", "deepseek_v2", "deepseek_v3")
@@ -140,7 +140,9 @@ def test_a_window_behind_a_written_mask_is_found_however_wide_it_is():
     assert program_of(unlisted_model("gpt_neo_wide").eval()).windows() == (0, 100)
 
 
-@pytest.mark.parametrize(("name", "what"), [("rwkv", "pad"), ("jetmoe", "traced")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("rwkv", "pad"), ("jetmoe", "traced"), ("bert", "attention: .* not causal")]
+)
 def test_what_has_no_instruction_is_named(name: str, what: str, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(CaptureError, match=what):
         program_of(unlisted_model(name).eval())
