@@ -29,7 +29,10 @@ CACHES = ("float32", "bfloat16", "int8")
 """What keys and values can be stored as; the places are the codes of `Cache` in cpu.h."""
 
 _LANES = 16
-_ROW_OPS = {"embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "select"}
+_ROW_OPS = {
+    "embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "select", "where", "reduce",
+    "softmax", "places", "gather", "scatter",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
