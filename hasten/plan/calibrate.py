@@ -157,6 +157,7 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
 def as_cluster(measured: Measured) -> Cluster:
     """The cluster of one node that the measurements describe, with constants in place of fitted ones."""
     from hasten.plan import cluster as clusters
+    from hasten.plan.machine import THIS_NAME
     from hasten.plan.measure import fit_line
 
     date = datetime.now(UTC).date().isoformat()
@@ -206,7 +207,7 @@ def as_cluster(measured: Measured) -> Cluster:
     }
     whole = clusters.build(
         {
-            "name": "this machine",
+            "name": THIS_NAME,
             "device": {
                 "name": measured.name,
                 "matmul_flops": peaks,
@@ -219,7 +220,7 @@ def as_cluster(measured: Measured) -> Cluster:
             "across": across,
             "host_bandwidth": figure(measured.read_bytes_per_s, "sum over a buffer"),
         },
-        "this machine",
+        THIS_NAME,
     )
     launches = fixed_costs(measured.steps, whole, "bf16" if "bfloat16" in rates else "fp32")
     return clusters.overridden(whole, {"device": {"overrides": launches}}) if launches else whole

@@ -56,6 +56,7 @@ class Costs:
         self.known = self.given or constants(self.cluster.device)
         self.clock = Clock(self.cluster.device, self.job.precision, self.known)
         self.network = Network(self.cluster, self.known)
+        self.replayed = self.cluster.device.replayed
         layout = self.layout
         self.tokens = layout.micro_batch * self.job.sequence / layout.cp
         self.size = 4.0 if self.job.precision == "fp32" else 2.0
@@ -63,6 +64,10 @@ class Costs:
         self.context = place(self.cluster, layout.cp, layout.tp)
         self.data = place(self.cluster, layout.dp * layout.cp, layout.tp)
         self.expert = place(self.cluster, layout.ep) if layout.ep > 1 else Group(1, 1)
+
+    def measured(self, kind: str) -> float:
+        """Factor that a profile puts on operators of a kind."""
+        return self.replayed.get(kind, 1.0)
 
     def backward(self, product: Product) -> float:
         """Of a product's backward pass: with adapters alone trained, weights have no gradient."""
@@ -78,7 +83,8 @@ class Costs:
         if job.attention == "flash":
             seen = seen_tokens(model, job.sequence, job.causal)
             flops = 2.0 * self.tokens * seen * (queries + values)
-            piece.add("attention", self.clock.flash(flops, model.head_size, rows, backward))
+            seconds = self.clock.flash(flops, model.head_size, rows, backward)
+            piece.add("attention", seconds * self.measured("attention"))
             return
         batch = layout.micro_batch * model.heads / layout.tp
         each = self.clock.materialised(batch, rows, job.sequence, queries * layout.tp / model.heads)
@@ -88,9 +94,8 @@ class Costs:
         kernels = 2.0 if job.dropout else 1.0
         if backward:
             volume = square * (3 * self.size + (2 * self.size + 1 if job.dropout else 0))
-            piece.add("attention", 4 * each + self.clock.moved(volume, kernels))
-        else:
-            piece.add("attention", 2 * each + self.clock.moved(volume, kernels))
+        seconds = (4 if backward else 2) * each + self.clock.moved(volume, kernels)
+        piece.add("attention", seconds * self.measured("attention"))
 
     def _elementwise(self, index: int, backward: bool) -> float:
         model, job, layout = self.model, self.job, self.layout
@@ -114,7 +119,7 @@ class Costs:
         seconds = self.clock.moved(self.tokens * per_token, kernels)
         if job.compiled:
             seconds *= 0.7
-        return seconds * (1.6 if backward else 1.0)
+        return seconds * (1.6 if backward else 1.0) * self.measured("elementwise")
 
     def _collectives(self, piece: Piece, index: int, backward: bool) -> float:
         """Adds a layer's collectives; returns how many there are."""
@@ -159,7 +164,7 @@ class Costs:
         piece = Piece()
         products = layer_products(model, index, self.tokens, layout.tp, layout.ep)
         price = self.backward if backward else self.clock.forward
-        piece.add("matmul", sum(price(p) for p in products))
+        piece.add("matmul", sum(price(p) for p in products) * self.measured("matmul"))
         self._attention(piece, backward)
         piece.add("elementwise", self._elementwise(index, backward))
         collectives = self._collectives(piece, index, backward)
@@ -193,7 +198,8 @@ class Costs:
         model, layout = self.model, self.layout
         piece = Piece()
         volume = self.tokens * model.hidden * self.size
-        piece.add("embedding", self.clock.moved(volume * (4 if backward else 3), 3.0))
+        seconds = self.clock.moved(volume * (4 if backward else 3), 3.0)
+        piece.add("embedding", seconds * self.measured("elementwise"))
         if layout.tp > 1 and not backward:
             piece.add("tensor_parallel", self.network.all_reduce(volume, self.tensor))
         piece.host = 8 * self.known.launch_s
@@ -210,7 +216,8 @@ class Costs:
             per = self.size if not backward else 2 * self.size
         volume = self.tokens * model.vocabulary / layout.tp * per
         price = self.backward if backward else self.clock.forward
-        piece.add("head", price(logits) + self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0))
+        moved = self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0)
+        piece.add("head", price(logits) * self.measured("matmul") + moved * self.measured("elementwise"))
         if layout.tp > 1:
             piece.add(
                 "tensor_parallel",
@@ -270,7 +277,8 @@ class Costs:
         if self.layout.zero == 3:
             count /= self.shard_group().size
         kept = held(self.job).gradients
-        return count * (self.size + 2 * kept) / (self.clock.bandwidth * self.known.memory)
+        moved = count * (self.size + 2 * kept)
+        return moved / (self.clock.bandwidth * self.known.memory) * self.measured("elementwise")
 
     def optimizer(self, count: float) -> float:
         """Seconds of updating so many parameters: weight, gradient and moments are read and written."""
@@ -284,4 +292,5 @@ class Costs:
             # of which a device's share is about as fast as its link (eight channels of DDR5, eight devices).
             moved = 2 * (per.gradients + per.weights + per.optimizer)
             return count / shards * moved / self.cluster.host_bandwidth.value
-        return volume / (self.cluster.device.memory_bandwidth.value * self.known.optimizer)
+        seconds = volume / (self.cluster.device.memory_bandwidth.value * self.known.optimizer)
+        return seconds * self.measured("optimizer")

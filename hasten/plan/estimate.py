@@ -21,6 +21,9 @@ _CALIBRATED = (0.87, 1.25)
 # Of a device that nobody calibrated, and of mixtures, whose routing is not modelled: an assumption.
 _CATALOGUE = (0.65, 1.5)
 
+# Of a profiled device alone: TBD.
+_REPLAYED = (0.87, 1.15)
+
 
 class Interval(BaseModel):
     """A figure with the bounds between which it is expected."""
@@ -106,11 +109,17 @@ def estimate(
         if layout.recompute_layers is not None:
             share = min(1.0, layout.recompute_layers * layout.pp / model.layers)
         hardware += share * (model_flops - head) / 3
+    replayed = cluster.device.replayed
     known_device = calibrated(cluster.device)
     notes = [] if known_device else [f"{cluster.device.name} has not been calibrated: constants of no device"]
     if model.experts:
         notes.append("routing is taken as balanced; published mixtures are predicted 30 % off on average")
+    if replayed:
+        times = ", ".join(f"{kind} x {factor:.3g}" for kind, factor in replayed.items())
+        notes.append(f"replayed from a profile: {times}; collectives are not")
     low, high = _CALIBRATED if known_device and not model.experts else _CATALOGUE
+    if replayed and layout.devices == 1:
+        low, high = _REPLAYED
     bars = tuple(
         Event(stage=b.stage, kind=b.kind, micro=b.micro, chunk=b.chunk, start_s=b.start, end_s=b.end)
         for b in done.bars
@@ -125,5 +134,5 @@ def estimate(
         tokens_per_s=tokens / seconds,
         timeline=bars,
         notes=tuple(notes),
-        confidence="calibrated" if known_device else "catalogue",
+        confidence="replayed" if replayed else "calibrated" if known_device else "catalogue",
     )
