@@ -271,14 +271,23 @@ class Costs:
         return parts * self.network.reduce_scatter(count * gradient / parts, self.shard_group())
 
     def accumulate(self, count: float) -> float:
-        """Seconds of adding one micro batch's gradient of so many parameters to the kept one."""
+        """Seconds of adding one micro batch's gradient of so many parameters to the kept one, and of its cast
+        where autocast made it in 16 bits for a weight of 32."""
         if self.job.fused_accumulation or self.job.adapters:
+            return 0.0
+        if self.job.master == "fp32" and self.layout.zero == 0:
+            moved = 6.0 if self.size == 2.0 else 0.0
+            moved += 12.0 if self.layout.accumulation > 1 else 0.0
+            return self._elements(count * moved)
+        if self.layout.accumulation == 1:
             return 0.0
         if self.layout.zero == 3:
             count /= self.shard_group().size
         kept = held(self.job).gradients
-        moved = count * (self.size + 2 * kept)
-        return moved / (self.clock.bandwidth * self.known.memory) * self.measured("elementwise")
+        return self._elements(count * (self.size + 2 * kept))
+
+    def _elements(self, volume: float) -> float:
+        return volume / (self.clock.bandwidth * self.known.memory) * self.measured("elementwise")
 
     def optimizer(self, count: float) -> float:
         """Seconds of updating so many parameters: weight, gradient and moments are read and written."""

@@ -34,7 +34,10 @@ KINDS = ("matmul", "attention", "elementwise", "optimizer")
 _NAMES = (
     ("collective", r"(?i:nccl|hccl|gloo|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|c10d)"),
     ("optimizer", r"(?i:adam|sgd|lion|sum_of_squares|multi_tensor|optimizer|_foreach|clip_grad)"),
-    ("host", r"^hasten::|^GeneratedBackward|^autograd::|Torch-Compiled|TorchDynamo|Backward\d*$|^cuda|^Memset"),
+    (
+        "host",
+        r"^hasten::|^GeneratedBackward|^autograd::|Torch-Compiled|TorchDynamo|Backward\d*$|^cuda|^Memset",
+    ),
     ("host", r"^aten::(empty|view|reshape|t|transpose|as_strided|detach|resolve_|slice|select|expand|alias)"),
     ("elementwise", r"cross_entropy|nll_loss|log_softmax"),
     ("attention", r"attention|flash|fmha|softmax"),

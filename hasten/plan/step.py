@@ -79,10 +79,9 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                 parts["launch"] = parts.get("launch", 0.0) + whole - piece.device
                 totals[direction] += whole
     dense, routed = costs.parameters(layers, first, last)
-    if layout.accumulation > 1:
-        added = costs.accumulate(dense + routed)
-        parts["elementwise"] = parts.get("elementwise", 0.0) + added
-        totals[1] += added
+    added = costs.accumulate(dense + routed)
+    parts["elementwise"] = parts.get("elementwise", 0.0) + added
+    totals[1] += added
     share = known.micro_s / layout.virtual
     parts["launch"] = parts.get("launch", 0.0) + share
     return _Chunk(totals[0] + share * 0.4, totals[1] + share * 0.6, parts, dense + routed)

@@ -49,7 +49,9 @@ class Recorder:
                 f"{done_steps + PROFILED}"
             )
         if config.lora is not None:
-            raise ConfigError("--profile: the planner has no price of adapters on one device; leave [lora] out")
+            raise ConfigError(
+                "--profile: the planner has no price of adapters on one device; leave [lora] out"
+            )
         make_folder(file.parent, f"--profile {file}: cannot be written")
         self.file = file
         device = next(model.parameters()).device.type

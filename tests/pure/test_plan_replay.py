@@ -86,8 +86,7 @@ def _profile_of(cluster: Cluster, layout: Layout = LAYOUT, job: Job = JOB) -> Pr
         seconds["elementwise"] += layout.accumulation * (costs.head(backward).parts["head"] - product)
         seconds["elementwise"] += layout.accumulation * costs.embedding(backward).parts["embedding"]
     count, _ = costs.parameters(list(range(SHAPE.layers)), True, True)
-    if layout.accumulation > 1:
-        seconds["elementwise"] += layout.accumulation * costs.accumulate(count)
+    seconds["elementwise"] += layout.accumulation * costs.accumulate(count)
     seconds["optimizer"] = costs.optimizer(count)
     return Profile(
         format=FORMAT,

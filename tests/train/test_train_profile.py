@@ -43,9 +43,7 @@ def test_the_profile_is_that_of_the_run(settings: Settings, tmp_path: Path) -> N
     # No operator is counted twice: together they take no longer than the profiled step.
     assert sum(found.operators_s.values()) <= rows[PROFILED - 1]["step_s"] * 1.05
     machine = this_machine(tmp_path / "no cache")
-    machine = machine.model_copy(
-        update={"device": machine.device.model_copy(update={"name": found.device})}
-    )
+    machine = machine.model_copy(update={"device": machine.device.model_copy(update={"name": found.device})})
     again = estimate(found.model, replayed(machine, found), found.layout, found.job)
     assert again.confidence == "replayed"
     assert again.step_s.value >= 0.999 * found.step_s
