@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hasten.plan.cluster import Cluster
@@ -19,6 +20,12 @@ _OPERATORS, _OPERATORS_ATTENTION, _OPERATORS_ROTARY, _OPERATORS_DROPOUT = 16.0, 
 _BACKWARD_OPERATORS = 1.6
 # Of those, what remains after fusion by a compiler.
 _COMPILED = 0.4
+# A table that is cut is padded first (Megatron-LM's make-vocab-size-divisible-by, times tp).
+_VOCABULARY_UNIT = 128
+# Megatron-LM's fused softmax takes (sequences x heads of a device) in fours and rows of at most so many keys
+# (`FusedScaleMaskSoftmax.is_kernel_available`); elsewhere it is a cast, a mask, a softmax and a cast, with so
+# many operators more.
+_SOFTMAX_BATCHES, _SOFTMAX_KEYS, _OPERATORS_SOFTMAX = 4, 4096, 6.0
 
 
 @dataclass
@@ -90,12 +97,20 @@ class Costs:
         each = self.clock.materialised(batch, rows, job.sequence, queries * layout.tp / model.heads)
         square = batch * rows * job.sequence
         # Scaled, masked softmax in one kernel; dropout reads, writes and keeps a mask.
-        volume = square * (2 * self.size + (2 * self.size + 1 if job.dropout else 0))
-        kernels = 2.0 if job.dropout else 1.0
-        if backward:
-            volume = square * (3 * self.size + (2 * self.size + 1 if job.dropout else 0))
+        volume, kernels = (3 if backward else 2) * self.size, 1.0
+        if not self._softmax_is_fused():
+            # Through fp32: cast, mask of one byte, softmax, cast back; backward the same the other way.
+            volume, kernels = 2 * (self.size + 4) + (9 + 12 if backward else 9 + 8), 4.0
+        if job.dropout:
+            volume, kernels = volume + 2 * self.size + 1, kernels + 1
+        volume *= square
         seconds = (4 if backward else 2) * each + self.clock.moved(volume, kernels)
         piece.add("attention", seconds * self.measured("attention"))
+
+    def _softmax_is_fused(self) -> bool:
+        layout, job = self.layout, self.job
+        batches = layout.micro_batch * self.model.heads / layout.tp
+        return job.compiled or (batches % _SOFTMAX_BATCHES == 0 and job.sequence <= _SOFTMAX_KEYS)
 
     def _elementwise(self, index: int, backward: bool) -> float:
         model, job, layout = self.model, self.job, self.layout
@@ -107,8 +122,9 @@ class Costs:
         per_token = model.hidden / stream * (10 * self.size + (2 if job.dropout else 0))
         if model.positions == "rotary":
             per_token += (queries + keys) / layout.tp * 2 * self.size
-        # Heads are laid out for attention and back.
-        per_token += (queries + 2 * keys + values) / layout.tp * 2 * self.size
+        # Attention reads queries, keys and values where the product put them; what it made is laid out for the
+        # next product.
+        per_token += values / layout.tp * 2 * self.size
         width = model.inner
         if model.sparse(index):
             width = model.experts_per_token * model.expert_inner + model.shared_inner
@@ -116,10 +132,15 @@ class Costs:
             per_token += model.experts_per_token * model.hidden * 4 * self.size
         per_token += width / layout.tp * (3 if model.gated else 2) * self.size
         kernels = 8.0 if model.positions == "rotary" else 6.0
+        if backward:
+            per_token, kernels = 1.6 * per_token, 1.6 * kernels
+            # The three gradients are put side by side; each bias reads its output's.
+            wide = (queries + 2 * keys) / layout.tp
+            per_token += wide * 2 * self.size
+            if model.biases:
+                per_token += (wide + 2 * model.hidden + width / layout.tp) * self.size
         seconds = self.clock.moved(self.tokens * per_token, kernels)
-        if job.compiled:
-            seconds *= 0.7
-        return seconds * (1.6 if backward else 1.0) * self.measured("elementwise")
+        return seconds * (0.7 if job.compiled else 1.0) * self.measured("elementwise")
 
     def _collectives(self, piece: Piece, index: int, backward: bool) -> float:
         """Adds a layer's collectives; returns how many there are."""
@@ -153,8 +174,12 @@ class Costs:
             piece.add("context_parallel", max(ring - hidden, ring * (1 - self.known.overlap) * 0.2))
             count += layout.cp - 1
         if layout.ep > 1 and model.sparse(index):
-            volume = self.tokens / layout.tp * model.experts_per_token * model.hidden * self.size
-            piece.add("expert_parallel", 2 * self.network.all_to_all(volume, self.expert))
+            volume = self.tokens / layout.tp * model.hidden * self.size
+            if job.dispatch == "tokens":
+                each = self.network.dispatch(volume, model.experts_per_token, self.expert)
+            else:
+                each = self.network.all_to_all(volume * model.experts_per_token, self.expert)
+            piece.add("expert_parallel", 2 * each)
             count += 2
         return count
 
@@ -169,10 +194,14 @@ class Costs:
         piece.add("elementwise", self._elementwise(index, backward))
         collectives = self._collectives(piece, index, backward)
         count = _OPERATORS + (_OPERATORS_ATTENTION if job.attention == "materialised" else 0.0)
+        if job.attention == "materialised" and not self._softmax_is_fused():
+            count += _OPERATORS_SOFTMAX
         count += _OPERATORS_ROTARY if model.positions == "rotary" else 0.0
         count += _OPERATORS_DROPOUT if job.dropout else 0.0
         count += 3.0 * min(model.experts / layout.ep, 8.0) + 12.0 if model.sparse(index) else 0.0
-        count *= (_COMPILED if job.compiled else 1.0) * (_BACKWARD_OPERATORS if backward else 1.0)
+        # How many tokens an expert gets is known on the device alone: no graph of kernels holds a sparse layer.
+        captured = job.compiled and not model.sparse(index)
+        count *= (_COMPILED if captured else 1.0) * (_BACKWARD_OPERATORS if backward else 1.0)
         piece.host = count * self.known.launch_s + collectives * self.known.collective_launch_s
         return piece
 
@@ -197,8 +226,12 @@ class Costs:
         """Look-up of the input table (and its gradient)."""
         model, layout = self.model, self.layout
         piece = Piece()
-        volume = self.tokens * model.hidden * self.size
-        seconds = self.clock.moved(volume * (4 if backward else 3), 3.0)
+        volume = self.tokens * model.hidden * self.size * (4 if backward else 3)
+        if backward and not self.job.adapters:
+            # The table's gradient begins as zeros; where the table is tied it is added to the head's.
+            table = model.embedding_parameters / layout.tp * self.size
+            volume += table * (4 if model.tied and layout.pp == 1 else 1)
+        seconds = self.clock.moved(volume, 3.0)
         piece.add("embedding", seconds * self.measured("elementwise"))
         if layout.tp > 1 and not backward:
             piece.add("tensor_parallel", self.network.all_reduce(volume, self.tensor))
@@ -209,15 +242,25 @@ class Costs:
         """The last norm, the logits and the cross-entropy."""
         model, layout = self.model, self.layout
         piece = Piece()
-        logits = Product("router", self.tokens, model.vocabulary / layout.tp, model.hidden)
+        width = model.vocabulary / layout.tp
+        if layout.tp > 1:
+            width = math.ceil(width / _VOCABULARY_UNIT) * _VOCABULARY_UNIT
+        logits = Product("router", self.tokens, width, model.hidden)
         # Logits to fp32, maximum, exponentials and their sum; back: the probabilities and their cast.
         per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 4 + self.size
+        if self.job.master == "split":
+            # Megatron-LM's vocab_parallel_cross_entropy, a pass each: cast, maximum, difference, exponential,
+            # sum, quotient; back: times the gradient, cast.
+            per = (self.size + 4) + 4 + 8 + 8 + 4 + 8 if not backward else 8 + (4 + self.size)
         if self.job.fused_loss:
             per = self.size if not backward else 2 * self.size
-        volume = self.tokens * model.vocabulary / layout.tp * per
+        volume = self.tokens * width * per
         price = self.backward if backward else self.clock.forward
+        product_s = price(logits)
+        if width * self.size % 16 and self.size < 4:
+            product_s /= self.known.unaligned
         moved = self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0)
-        piece.add("head", price(logits) * self.measured("matmul") + moved * self.measured("elementwise"))
+        piece.add("head", product_s * self.measured("matmul") + moved * self.measured("elementwise"))
         if layout.tp > 1:
             piece.add(
                 "tensor_parallel",
@@ -245,6 +288,11 @@ class Costs:
         if layout.zero == 0:
             return self.network.all_reduce(count * gradient, self.data)
         group = self.shard_group()
+        if layout.zero == 1 and job.reduce_whole:
+            kept = held(job).gradients
+            return self.network.all_reduce(count * kept, self.data) + self.network.all_gather(
+                count * self.size, group
+            )
         seconds = self.network.reduce_scatter(count * gradient, group)
         if group.size < self.data.size:
             outer = Group(1, self.data.size // group.size)
@@ -296,6 +344,10 @@ class Costs:
         layout, per = self.layout, held(self.job)
         shards = self.shard_group().size if layout.zero else 1
         volume = count / shards * (2 * (per.optimizer + per.weights) + 2 * per.gradients)
+        if self.job.precision == "fp16" and self.job.master == "split":
+            # Passes over all of it (Megatron-LM, apex): gradients to fp32, unscaled, their norm, clipped; the
+            # update; masters to fp16.
+            volume = count / shards * ((2 + 4) + 8 + 4 + 8 + (16 + 12) + (4 + 2))
         if layout.offload == "optimizer":
             # Gradients go out and weights come back; the host reads and writes the states in its own memory,
             # of which a device's share is about as fast as its link (eight channels of DDR5, eight devices).
