@@ -122,8 +122,8 @@ class Costs:
         per_token = model.hidden / stream * (10 * self.size + (2 if job.dropout else 0))
         if model.positions == "rotary":
             per_token += (queries + keys) / layout.tp * 2 * self.size
-        # Attention reads queries, keys and values where the product put them; what it made is laid out for the
-        # next product.
+        # Attention reads queries, keys and values where the product put them; what it made is laid out for
+        # the next product.
         per_token += values / layout.tp * 2 * self.size
         width = model.inner
         if model.sparse(index):
@@ -199,7 +199,7 @@ class Costs:
         count += _OPERATORS_ROTARY if model.positions == "rotary" else 0.0
         count += _OPERATORS_DROPOUT if job.dropout else 0.0
         count += 3.0 * min(model.experts / layout.ep, 8.0) + 12.0 if model.sparse(index) else 0.0
-        # How many tokens an expert gets is known on the device alone: no graph of kernels holds a sparse layer.
+        # How many tokens an expert gets is known on the device alone: no graph of kernels holds it.
         captured = job.compiled and not model.sparse(index)
         count *= (_COMPILED if captured else 1.0) * (_BACKWARD_OPERATORS if backward else 1.0)
         piece.host = count * self.known.launch_s + collectives * self.known.collective_launch_s

@@ -1,5 +1,5 @@
-"""What `hasten calibrate` measures of the kernels that a training step runs: attention, elementwise operators,
-the optimizer.
+"""What `hasten calibrate` measures of the kernels that a training step runs: attention, elementwise
+operators, the optimizer.
 
 On a processor these are hasten's own, which `hasten train` runs; elsewhere torch's. Imports torch.
 """

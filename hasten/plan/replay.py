@@ -1,12 +1,13 @@
 """A measured step in place of the model's own prices: `hasten plan --profile FILE`.
 
-A profile (`hasten-profile/1`, JSON) is the step of one model, layout and job on one device, and the seconds of
-its operators. `hasten train --profile FILE` writes one; by hand the operators may be a trace of torch's
-profiler (`"trace": "trace.json"`, Chrome's format). Operators are sorted to kinds by their names. Each kind's
-seconds over those that the planner computes for the same step become a factor on that kind, so the planner
-gives the profiled step back as it was, and another shape or layout is the profiled one scaled by shape. What
-the step takes beyond its operators scales the host's costs. Collectives keep their own prices: what a profile
-shows of them is mostly waiting. A pipeline is not profiled as a whole, so pp is 1; its bubble is simulated.
+A profile (`hasten-profile/1`, JSON) is the step of one model, layout and job on one device, and the seconds
+of its operators. `hasten train --profile FILE` writes one; by hand the operators may be a trace of torch's
+profiler (`"trace": "trace.json"`, Chrome's format). Operators are sorted to kinds by their names. Each
+kind's seconds over those that the planner computes for the same step become a factor on that kind, so the
+planner gives the profiled step back as it was, and another shape or layout is the profiled one scaled by
+shape. What the step takes beyond its operators scales the host's costs. Collectives keep their own prices:
+what a profile shows of them is mostly waiting. A pipeline is not profiled as a whole, so pp is 1; its bubble
+is simulated.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from hasten.plan.step import step
 
 FORMAT = "hasten-profile/1"
 KINDS = ("matmul", "attention", "elementwise", "optimizer")
-# The first pattern that is found in an operator's name says its kind; `host` is what the remainder of the step
-# stands for, `collective` is left out.
+# The first pattern that is found in an operator's name says its kind; `host` is what the remainder of the
+# step stands for, `collective` is left out.
 _NAMES = (
     ("collective", r"(?i:nccl|hccl|gloo|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|c10d)"),
     ("optimizer", r"(?i:adam|sgd|lion|sum_of_squares|multi_tensor|optimizer|_foreach|clip_grad)"),
@@ -198,7 +199,7 @@ def _host(cluster: Cluster, profile: Profile) -> dict[str, float]:
 
     low, high = 0.0, 64.0
     if step_s(low) >= profile.step_s:
-        return {name: 0.0 for name in mine}
+        return dict.fromkeys(mine, 0.0)
     if step_s(high) <= profile.step_s:
         return {**mine, "step_s": known.step_s + profile.step_s - step_s(1.0)}
     for _ in range(40):
