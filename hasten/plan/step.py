@@ -152,7 +152,8 @@ def step(costs: Costs, timeline: bool = False) -> Step:
     if model.tied and layout.pp > 1:
         # The two copies of the table are kept alike.
         table = model.embedding_parameters / layout.tp * 2.0
-        parts["data_parallel"] += costs.network.all_reduce(table, Group(1, 2))
+        ends = Group(2, 1) if layout.devices <= cluster.joined else Group(1, 2)
+        parts["data_parallel"] += costs.network.all_reduce(table, ends)
     parts["optimizer"] = costs.optimizer(largest)
     parts["overhead"] = known.step_s
     return Step(parts, run.bars)

@@ -11,6 +11,7 @@ from hasten.plan.efficiency import Constants
 from hasten.plan.job import Job
 from hasten.plan.layout import Layout
 from hasten.plan.model import ModelShape
+from hasten.plan.step import step
 
 SHAPE = ModelShape(
     layers=4,
@@ -52,7 +53,8 @@ def test_a_softmax_that_cannot_be_fused_costs_operators_and_bytes() -> None:
 
 def head_s(vocabulary: int, tp: int = 1, **changes: object) -> float:
     shape = SHAPE.model_copy(update={"vocabulary": vocabulary})
-    return costs(shape, tp=tp, **changes).head(True).parts["head"]
+    node = overridden(preset("dgx-a100-80g", 8), {"device": {"overrides": {"unaligned": 0.5}}})
+    return costs(shape, node, tp=tp, **changes).head(True).parts["head"]
 
 
 def test_an_odd_vocabulary_is_slow_until_it_is_cut() -> None:
@@ -120,3 +122,16 @@ def test_no_graph_of_kernels_holds_a_sparse_layer() -> None:
     assert plain[1] < plain[0]
     # Only the fused softmax, which a compiler also makes, may differ.
     assert mixed[1] == mixed[0]
+
+
+def test_the_two_copies_of_a_tied_table_meet_on_the_links_between_them() -> None:
+    layout = {"tp": 1, "pp": 4, "accumulation": 4}
+    loose = SHAPE.model_copy(update={"tied": False})
+    # One stage a node against all of them in one, with the same links otherwise.
+    wide = overridden(preset("dgx-a100-80g", 4), {"devices_per_node": 1, "domain": 1})
+    near, far = (
+        step(costs(SHAPE, c, **layout)).parts["data_parallel"]
+        - step(costs(loose, c, **layout)).parts["data_parallel"]
+        for c in (preset("dgx-a100-80g", 1), wide)
+    )
+    assert 0 < near < far / 4
