@@ -246,8 +246,9 @@ class Costs:
         if layout.tp > 1:
             width = math.ceil(width / _VOCABULARY_UNIT) * _VOCABULARY_UNIT
         logits = Product("router", self.tokens, width, model.hidden)
-        # Logits to fp32, maximum, exponentials and their sum; back: the probabilities and their cast.
-        per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 4 + self.size
+        # torch's cross_entropy: logits to fp32, their maximum, exponentials and sum; back: a gradient of zeros,
+        # log-softmax's (reads two, writes one), the cast.
+        per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 12 + (4 + self.size)
         if self.job.master == "split":
             # Megatron-LM's vocab_parallel_cross_entropy, a pass each: cast, maximum, difference, exponential,
             # sum, quotient; back: times the gradient, cast.
@@ -345,9 +346,9 @@ class Costs:
         shards = self.shard_group().size if layout.zero else 1
         volume = count / shards * (2 * (per.optimizer + per.weights) + 2 * per.gradients)
         if self.job.precision == "fp16" and self.job.master == "split":
-            # Passes over all of it (Megatron-LM, apex): gradients to fp32, unscaled, their norm, clipped; the
-            # update; masters to fp16.
-            volume = count / shards * ((2 + 4) + 8 + 4 + 8 + (16 + 12) + (4 + 2))
+            # Passes over all of it: gradients to fp32, their norm, the update (apex's FusedAdam unscales and
+            # clips as it reads), masters to fp16.
+            volume = count / shards * ((2 + 4) + 4 + (16 + 12) + (4 + 2))
         if layout.offload == "optimizer":
             # Gradients go out and weights come back; the host reads and writes the states in its own memory,
             # of which a device's share is about as fast as its link (eight channels of DDR5, eight devices).
