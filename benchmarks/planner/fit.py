@@ -175,12 +175,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--constants", required=True)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--most", type=int, default=120, help="rows of one file that are fitted")
     parser.add_argument("--fresh", action="store_true", help="start from an unknown device's constants")
     parser.add_argument("--prior", type=float, default=0.6)
     parser.add_argument("--start", action="append", default=[], metavar="CONSTANT=VALUE")
     parser.add_argument("--weight", action="append", default=[], metavar="FILE=W")
     asked = parser.parse_args()
-    pairs = collect(asked.data, asked.constants)
+    pairs = collect(asked.data, asked.constants, asked.most)
     fitted = [one for kept, one in pairs if not kept]
     device = pairs[0][1].cluster.device
     start = Constants() if asked.fresh else constants(device)

@@ -25,7 +25,7 @@ from hasten.plan.model import ModelShape, load
 from hasten.plan.replay import Profile, replayed
 from hasten.plan.replay import load as load_profile
 
-STEPS = 7
+STEPS = 9
 UNCOUNTED = 2
 
 
@@ -139,7 +139,7 @@ def main() -> None:
             accumulation=run.batch // run.micro_batch,
             recompute=run.recompute,  # type: ignore[arg-type]
         )
-        job = Job(batch=run.batch, sequence=run.sequence, master="fp32")
+        job = Job(batch=run.batch, sequence=run.sequence, master="fp32", fused_loss=True)
         by_calibration, by_profile = (
             estimate(shape, which, layout, job).step_s.value for which in (cluster, replay)
         )

@@ -169,7 +169,9 @@ def plan(
         whole = replayed(whole, load(profile))
     if price is not None:
         whole = whole.model_copy(update={"price_per_device_hour": price})
-    master = master or ("fp32" if whole.name == THIS_NAME else "split")
+    # What `hasten train` does on the machine at hand: fp32 weights, and logits that are never whole.
+    here = whole.name == THIS_NAME
+    master = master or ("fp32" if here else "split")
     job = _job(
         batch=batch,
         sequence=seq,
@@ -178,6 +180,7 @@ def plan(
         attention=attention,
         optimizer=optimizer,
         master=master,
+        fused_loss=here,
     )
     limits = Limits(
         devices=devices or 0,

@@ -1,12 +1,14 @@
 """`hasten train --profile FILE`: the seconds of one step's operators, for `hasten plan --profile`.
 
-The format is `hasten-profile/1` (`hasten/plan/replay.py`). The profiler slows its step down a little, so the
-step's own seconds are those of the fastest that ran without it: whatever else runs on the machine only adds.
+The format is `hasten-profile/1` (`hasten/plan/replay.py`). Of a few profiled steps the fastest is kept, and
+the step's own seconds are those of the fastest of all, with the profiler or without: whatever else runs on the
+machine, the profiler too, only adds.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -26,10 +28,12 @@ from hasten.train.loop import Loop, StepNumbers
 # The first steps capture, prove and allocate.
 WARM_UP = 2
 PROFILED = WARM_UP + 2
+"""The first step that is profiled."""
+MOST_PROFILED = 3
 
 
 class Recorder:
-    """Runs the steps of a run; the fourth under a profiler."""
+    """Runs the steps of a run; a few from the fourth on under a profiler."""
 
     def __init__(
         self, config: RunConfig, precision: str, model: nn.Module, done_steps: int, file: Path
@@ -70,45 +74,52 @@ class Recorder:
                 sequence=batch.sequence_tokens,
                 precision=precision,  # type: ignore[arg-type]
                 master="none" if config.model.dtype == "bf16" else "fp32",
+                fused_loss=config.optimize,
             ),
         }
         self._steps = 0
-        self._plain: list[float] = []
+        self._fastest_s = self._profiled_s = math.inf
         self._operators: dict[str, float] = {}
-        self._profiled_s = 0.0
 
     def step(self, loop: Loop) -> StepNumbers:
         """One step of the loop."""
         self._steps += 1
-        if self._steps != PROFILED:
+        if not PROFILED <= self._steps < PROFILED + MOST_PROFILED:
             numbers = loop.step()
-            if self._steps > WARM_UP:
-                self._plain.append(numbers.step_s)
-            return numbers
-        with profile(use_device="cuda" if torch.cuda.is_available() else None) as found:
-            numbers = loop.step()
-        self._profiled_s = numbers.step_s
-        for event in found.key_averages():
-            seconds = 1e-6 * (event.self_device_time_total or event.self_cpu_time_total)
-            self._operators[event.key] = self._operators.get(event.key, 0.0) + seconds
+        else:
+            with profile(use_device="cuda" if torch.cuda.is_available() else None) as found:
+                numbers = loop.step()
+            if numbers.step_s < self._profiled_s:
+                self._profiled_s = numbers.step_s
+                self._operators = _seconds(found)
+        if self._steps > WARM_UP:
+            self._fastest_s = min(self._fastest_s, numbers.step_s)
         return numbers
 
     def write(self) -> str:
         """Writes the file where the step was reached; says what was done."""
-        if not self._operators or not self._plain:
+        if not self._operators:
             return f"no profile: the run ended before its step {PROFILED}"
-        fastest_s = min(self._plain)
         # What slowed the profiled step slowed its operators.
-        share = min(1.0, fastest_s / self._profiled_s)
+        share = self._fastest_s / self._profiled_s
         seconds = {name: round(s * share, 7) for name, s in self._operators.items() if s >= 1e-6}
         found = Profile.model_validate(
             {
                 **self._facts,
-                "step_s": fastest_s,
+                "step_s": self._fastest_s,
                 "operators_s": seconds,
-                "source": f"hasten train, step {PROFILED}; {torch.get_num_threads()} threads",
+                "source": f"hasten train, from step {PROFILED} on; {torch.get_num_threads()} threads",
             }
         )
         text = json.dumps(found.model_dump(exclude_defaults=True) | {"format": FORMAT}, indent=1)
         write_atomically(self.file, text + "\n")
         return f"profile: {self.file}"
+
+
+def _seconds(found: profile) -> dict[str, float]:
+    """Seconds of each operator without those that it calls: of the device where it ran there."""
+    seconds: dict[str, float] = {}
+    for event in found.key_averages():
+        own = 1e-6 * (event.self_device_time_total or event.self_cpu_time_total)
+        seconds[event.key] = seconds.get(event.key, 0.0) + own
+    return seconds
