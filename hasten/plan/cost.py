@@ -246,8 +246,8 @@ class Costs:
         if layout.tp > 1:
             width = math.ceil(width / _VOCABULARY_UNIT) * _VOCABULARY_UNIT
         logits = Product("router", self.tokens, width, model.hidden)
-        # torch's cross_entropy: logits to fp32, their maximum, exponentials and sum; back: a gradient of zeros,
-        # log-softmax's (reads two, writes one), the cast.
+        # torch's cross_entropy: logits to fp32, their maximum, exponentials and sum; back: a gradient of
+        # zeros, log-softmax's (reads two, writes one), the cast.
         per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 12 + (4 + self.size)
         if self.job.master == "split":
             # Megatron-LM's vocab_parallel_cross_entropy, a pass each: cast, maximum, difference, exponential,

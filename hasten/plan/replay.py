@@ -5,9 +5,10 @@ of its operators. `hasten train --profile FILE` writes one; by hand the operator
 profiler (`"trace": "trace.json"`, Chrome's format). Operators are sorted to kinds by their names. Each
 kind's seconds over those that the planner computes for the same step become a factor on that kind, so the
 planner gives the profiled step back as it was, and another shape or layout is the profiled one scaled by
-shape. What the step takes beyond its operators scales the host's costs. Collectives keep their own prices:
-what a profile shows of them is mostly waiting. A pipeline is not profiled as a whole, so pp is 1; its bubble
-is simulated.
+shape. What the step takes beyond its operators scales the host's costs; where `hasten calibrate` measured
+those, it is spread over the operators instead (allocation and page faults, which grow with them). Collectives
+keep their own prices: what a profile shows of them is mostly waiting. A pipeline is not profiled as a whole,
+so pp is 1; its bubble is simulated.
 """
 
 from __future__ import annotations
@@ -166,6 +167,9 @@ def replayed(cluster: Cluster, profile: Profile) -> Cluster:
         factors[kind] = float(f"{factor:.5g}")
     if not factors:
         raise InputError("the profile has no operator of a known kind: " + ", ".join(KINDS))
+    if "launch_s" in cluster.device.overrides and (even := _even(cluster, factors, profile)):
+        factors = {kind: float(f"{factor * even:.5g}") for kind, factor in factors.items()}
+        return overridden(cluster, {"device": {"replayed": factors}})
     found = overridden(cluster, {"device": {"replayed": factors}})
     return overridden(found, {"device": {"overrides": _host(found, profile)}})
 
@@ -185,6 +189,23 @@ def _computed(cluster: Cluster, profile: Profile) -> dict[str, float]:
     once = dict.fromkeys(KINDS, 1.0)
     base = device_s(once)
     return {kind: device_s({**once, kind: 2.0}) - base for kind in KINDS}
+
+
+def _even(cluster: Cluster, factors: dict[str, float], profile: Profile) -> float:
+    """What to multiply every factor with so that the step takes as long as it did; 0 where that is not within
+    a factor of two."""
+
+    def step_s(times: float) -> float:
+        scaled = {kind: factor * times for kind, factor in factors.items()}
+        return sum(_seconds(overridden(cluster, {"device": {"replayed": scaled}}), profile).values())
+
+    low, high = 0.5, 2.0
+    if not step_s(low) <= profile.step_s <= step_s(high):
+        return 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if step_s(middle) < profile.step_s else (low, middle)
+    return high
 
 
 def _host(cluster: Cluster, profile: Profile) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """`hasten train --profile FILE`: the seconds of one step's operators, for `hasten plan --profile`.
 
 The format is `hasten-profile/1` (`hasten/plan/replay.py`). Of a few profiled steps the fastest is kept, and
-the step's own seconds are those of the fastest of all, with the profiler or without: whatever else runs on the
-machine, the profiler too, only adds.
+the step's own seconds are those of the fastest of all, with the profiler or without: whatever else runs on
+the machine, the profiler too, only adds.
 """
 
 from __future__ import annotations

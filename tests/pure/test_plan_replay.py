@@ -127,6 +127,21 @@ def test_a_machine_is_found_again_from_one_step(recompute: str) -> None:
     assert abs(plain / its - 1) > 0.1
 
 
+@pytest.mark.parametrize("times", [0.8, 1.25])
+def test_where_the_host_was_measured_the_rest_is_spread_over_operators(times: float) -> None:
+    known = overridden(_node(), {"device": {"overrides": {"launch_s": 2e-5}}})
+    good = _profile_of(known)
+    found = replayed(known, good.model_copy(update={"step_s": times * good.step_s}))
+    assert found.device.overrides == known.device.overrides
+    for factor in found.device.replayed.values():
+        assert factor == pytest.approx(times, rel=0.05)
+    assert estimate(SHAPE, found, LAYOUT, JOB).step_s.value == pytest.approx(times * good.step_s, rel=1e-3)
+    # Beyond a factor of two it cannot be the operators.
+    far = replayed(known, good.model_copy(update={"step_s": 5 * good.step_s}))
+    assert far.device.replayed["matmul"] == pytest.approx(1.0, rel=1e-3)
+    assert far.device.overrides["launch_s"] > known.device.overrides["launch_s"]
+
+
 def test_an_unreplayed_estimate_is_as_it_was() -> None:
     assert estimate(SHAPE, _node(), LAYOUT, JOB).confidence == "calibrated"
     assert _node().device.replayed == {}
