@@ -1,7 +1,8 @@
 """`hasten calibrate`: measures this machine and stores a device file that `hasten plan --cluster this` uses.
 
 Measured are matrix products by size and format, attention, elementwise operators, the optimizer, memory
-bandwidth, the cost of a small operator, and collectives among processes. From them come the planner's constants: every efficiency is then relative to
+bandwidth, the cost of a small operator, and collectives among processes. From them come the planner's
+constants: every efficiency is then relative to
 what was measured, not to a datasheet.
 """
 
@@ -26,9 +27,9 @@ HELP = """Measure this machine for hasten plan, in under two minutes.
 
 Matrix products by size and format, attention, elementwise operators, the
 optimizer, memory bandwidth, the cost of a small operator, and collectives over
-processes of this machine (gloo; NCCL with two GPUs or more). The result is a TOML file that hasten plan --cluster this
-reads; --output writes it elsewhere, for --cluster FILE. Measure on an idle
-machine.
+processes of this machine (gloo; NCCL with two GPUs or more). The result is a
+TOML file that hasten plan --cluster this reads; --output writes it elsewhere,
+for --cluster FILE. Measure on an idle machine.
 
 Examples:
 
