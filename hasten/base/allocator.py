@@ -87,7 +87,7 @@ class BufferReuse:
             self._users = max(0, self._users - 1)
             if self._on and self._users == 0:
                 _set(_ADAPTED_BYTES)
-                ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+                _trim()
                 self._on = False
             return self._status()
 
@@ -125,6 +125,12 @@ def status() -> Status:
     return _BUFFERS.status()
 
 
+def give_back() -> None:
+    """Returns freed memory to the system, unless it is kept for reuse or the C library is another."""
+    if not _BUFFERS.status().on and not refusal():
+        _trim()
+
+
 def refusal(environ: Mapping[str, str] | None = None) -> str:
     """Why the thresholds are left alone here; empty where they can be set."""
     environ = os.environ if environ is None else environ
@@ -160,3 +166,7 @@ def _set(options_bytes: Mapping[int, int]) -> bool:
     """mallopt for each option; True if glibc took them all."""
     mallopt = ctypes.CDLL(None).mallopt
     return [mallopt(option, value) for option, value in options_bytes.items()] == [1] * len(options_bytes)
+
+
+def _trim() -> None:
+    ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

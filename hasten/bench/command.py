@@ -1,4 +1,4 @@
-"""The commands `demo` and `bench train|generate|serve|ops`. torch is imported when one runs, not for help.
+"""The commands `demo` and `bench train|generate|serve|quality|ops`; torch is imported when one runs.
 
 Exit codes: 0 done; 1 a contender failed, or another fault; 2 a mistake in what was asked for; 130 stopped by
 Ctrl-C, 143 by SIGTERM, with what was measured before it in the report.
@@ -99,6 +99,13 @@ def train(
             "torch limited as hasten is. Measures no table of choices."
         ),
     ] = None,
+    where: Annotated[
+        bool,
+        typer.Option(
+            "--where",
+            help="Also where the time of a step goes, by operator: one more step under the profiler.",
+        ),
+    ] = False,
     no_tune: _NO_TUNE = False,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
@@ -117,7 +124,17 @@ def train(
         if json is not None and json != _STDOUT:
             reports.check_writable(json)
         settings = Settings(
-            model, batch, steps, rounds, names, data, learning_rate, seed, task=task, tune=not no_tune
+            model,
+            batch,
+            steps,
+            rounds,
+            names,
+            data,
+            learning_rate,
+            seed,
+            task=task,
+            tune=not no_tune,
+            where=where,
         )
         if levels is not None:
             code = _train_levels(settings, levels, json, screen)
@@ -160,6 +177,9 @@ def generate(
             help="Also the longest context within the memory that the plain contender needs for 512 tokens.",
         ),
     ] = False,
+    where: Annotated[
+        bool, typer.Option("--where", help="Also where hasten's time goes, by operation of its program.")
+    ] = False,
     json: Annotated[Path | None, _JSON] = None,
 ) -> None:
     """Continue the same prompts greedily with each contender, in turn and in separate processes.
@@ -186,6 +206,7 @@ def generate(
             names,
             data,
             longest_context=longest_context,
+            where=where,
         )
         report = bench_generate(settings, screen)
         if json is not None and json != _STDOUT:
@@ -229,6 +250,38 @@ def serve(
         if json is not None and json != _STDOUT:
             reports.save(report, json)
     _show(reports.dump(report) if json == _STDOUT else table.render(report))
+    raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
+
+
+@bench.command()
+def quality(
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m, a hub id, a folder or a GGUF file.")
+    ] = "smollm2-135m",
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated WEIGHTS or WEIGHTS+CACHE, as generate's --weights and --cache take them; "
+            "a number is bits a weight. Without it, from bfloat16 down to int4, and int8 caches."
+        ),
+    ] = None,
+    json: Annotated[Path | None, _JSON] = None,
+) -> None:
+    """Hold formats of weights and cache against the model in float32: bytes, perplexity, KL, agreement.
+
+    Example: [bold]hasten bench quality --formats bfloat16,stored+int8,4.5 --json quality.json[/bold]
+    """
+    with _measuring() as screen:
+        from hasten.bench import quality as qualities
+        from hasten.bench import report as reports
+
+        wanted = qualities.parse_formats(formats)
+        if json is not None and json != _STDOUT:
+            reports.check_writable(json)
+        report = qualities.bench_quality(model, wanted, screen)
+        if json is not None and json != _STDOUT:
+            reports.save(report, json)
+    _show(reports.dump(report) if json == _STDOUT else qualities.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
 

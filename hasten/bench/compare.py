@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hasten.bench.contenders import BASES, CONTENDERS, Kind
-from hasten.bench.report import Agreement, Contender, Limits, ModelSize, Ratio, Round
+from hasten.bench.report import Agreement, Contender, Limits, ModelSize, OperatorTime, Ratio, Round
 
 BF16_TOKENS = 1024
 
@@ -96,7 +96,9 @@ def summarise(
         repeatable=all(entry.losses == rounds[0].losses for entry in rounds),
         flops_per_s=flops / step_s,
         share_of_limit=flops / step_s / limits.gemm_flops_per_s_by_dtype[dtype],
+        loss_rounding=rounds[0].loss_rounding,
         text=rounds[0].text,
+        where=_with_limits(rounds[0].where, limits.gemm_flops_per_s_by_dtype[dtype]),
         rounds=list(rounds),
     )
 
@@ -133,6 +135,13 @@ def ratios(contenders: Mapping[str, Contender], agreed: Sequence[Agreement]) -> 
     return table
 
 
+def _with_limits(rows: Sequence[OperatorTime] | None, peak: float) -> list[OperatorTime] | None:
+    if rows is None:
+        return None
+    shares = [row.flops / row.time_s / peak if row.flops and row.time_s else None for row in rows]
+    return [row.model_copy(update={"share_of_limit": share}) for row, share in zip(rows, shares, strict=True)]
+
+
 def _base_of(name: str, contenders: Mapping[str, Contender]) -> str | None:
     dtype = contenders[name].dtype
     plain = [other for other in contenders if CONTENDERS[other].engine == "eager"]
@@ -144,8 +153,10 @@ def _base_of(name: str, contenders: Mapping[str, Contender]) -> str | None:
 
 def _agreement(name: str, contender: Contender, base: str, other: Contender, tokens: int) -> Agreement:
     allowed = bound("bfloat16" if "bfloat16" in (contender.dtype, other.dtype) else "float32", tokens)
+    # Plain PyTorch against itself has the same rounding on both sides.
+    rounding = None if CONTENDERS[name].engine == "eager" else other.loss_rounding
     pairs = zip(contender.losses, other.losses, strict=True)
-    differences = [(ours - theirs) / max(abs(theirs), 1e-6) for ours, theirs in pairs]
+    differences = [(ours - (theirs - (rounding or 0.0))) / max(abs(theirs), 1e-6) for ours, theirs in pairs]
     first, largest = abs(differences[0]), max(abs(value) for value in differences)
     mean = abs(statistics.fmean(differences))
     return Agreement(
@@ -155,6 +166,7 @@ def _agreement(name: str, contender: Contender, base: str, other: Contender, tok
         bound_later=allowed.later,
         bound_mean=allowed.mean,
         reason=allowed.reason,
+        base_rounding=rounding,
         difference_first=first,
         difference_largest=largest,
         difference_mean=mean,

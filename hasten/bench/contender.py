@@ -29,7 +29,8 @@ from hasten.bench.contenders import CONTENDERS, Kind, Spec
 from hasten.bench.memory import peak_resident_bytes, resident_bytes
 from hasten.bench.openvino_model import openvino_forward
 from hasten.bench.report import Outcome, Round
-from hasten.bench.tasks import probe_loss
+from hasten.bench.tasks import check_task, loss_rounding, probe_loss
+from hasten.bench.where import time_by_operator
 from hasten.bench.workload import model_size, open_workload_model
 
 
@@ -77,6 +78,17 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         forward = openvino_forward(model, settings, shape, spec.bf16)
     else:
         forward, optimizer = _prepare(model, kind, spec)
+
+    def train_step(batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """(loss, when the forward pass ended)"""
+        with _precision(kind, spec):
+            loss = forward(**batch, **settings).loss
+        forward_end = time.perf_counter()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item(), forward_end
+
     for step in range(spec.steps):
         rows = slice(step * spec.batch, (step + 1) * spec.batch)
         batch = {name: values[rows] for name, values in columns.items()}
@@ -86,15 +98,11 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
             seconds.append(time.perf_counter() - begin)
             losses.append(probe_loss(hidden, batch["input_ids"]))
         else:
-            with _precision(kind, spec):
-                loss = forward(**batch, **settings).loss
-            if step == 0:
-                first_forward_s = time.perf_counter() - begin
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            loss, forward_end = train_step(batch)
+            losses.append(loss)
             seconds.append(time.perf_counter() - begin)
+            if step == 0:
+                first_forward_s = forward_end - begin
         if not math.isfinite(losses[-1]):
             raise HastenError(f"{spec.contender}: the loss of step {step + 1} is {losses[-1]}")
         if step == 0:
@@ -102,10 +110,22 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         emit(event="step", step=step + 1, seconds=seconds[-1], loss=losses[-1])
         begin = time.perf_counter()
     peak = peak_resident_bytes()
+    rounding = None
+    if kind.engine == "eager" and not infer and not (kind.wants_bf16 and spec.bf16):
+        with torch.no_grad():
+            result = forward(**batch, **settings)
+            rounding = loss_rounding(
+                result.loss.item(), result.logits, batch["labels"], check_task(spec.task)
+            )
     text = None
     if spec.prompt is not None and tokenizer is not None:
         emit(event="continuing")
         text = _continue(model, tokenizer, kind, spec)
+    where = None
+    if spec.where and not infer:
+        emit(event="profiling")
+        model.train()
+        where = time_by_operator(lambda: train_step(batch), 4.0 * _pairs(batch) * size.attention_width)
     measured = Round(
         open_s=open_s,
         first_forward_s=first_forward_s or seconds[0],
@@ -115,7 +135,9 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         peak_rss_bytes=peak,
         rss_open_bytes=rss_open,
         peak_rss_first_step_bytes=peak_first,
+        loss_rounding=rounding,
         text=text,
+        where=where,
     )
     return Outcome(round=measured, size=size)
 
@@ -131,6 +153,13 @@ def _prepare(model: Any, kind: Kind, spec: Spec) -> tuple[Callable[..., Any], An
         # As `hasten train` does: this loop writes no weights behind the optimizer's back.
         return model, AdamW(model.parameters(), lr=spec.learning_rate, shadows=True)
     return model, torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
+
+
+def _pairs(batch: dict[str, torch.Tensor]) -> float:
+    """Query-key pairs a head: of each document where there are positions of documents, else all."""
+    positions = batch.get("position_ids")
+    rows, tokens = batch["input_ids"].shape
+    return float(rows * tokens**2 if positions is None else (positions + 1).sum())
 
 
 def _precision(kind: Kind, spec: Spec) -> contextlib.AbstractContextManager[Any]:

@@ -62,6 +62,8 @@ class Spec(BaseModel):
     """False where the processor has no bf16 in hardware: the bf16 contenders then run in fp32."""
     prompt: str | None = None
     new_tokens: int = 40
+    where: bool = False
+    """One more step under the profiler after everything else."""
 
 
 def parse(

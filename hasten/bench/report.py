@@ -70,6 +70,20 @@ class Workload(_Frozen):
     prompt: str | None = None
 
 
+class OperatorTime(_Frozen):
+    """What one operator takes of a step under torch's profiler, which costs some time itself."""
+
+    operator: str
+    calls: int
+    time_s: float
+    share: float
+    """Of the step."""
+    flops: float | None
+    """Null where they are not counted."""
+    share_of_limit: float | None = None
+    """Operations a second over the measured matrix-product peak of the contender's dtype."""
+
+
 class Round(_Frozen):
     """One process of one contender."""
 
@@ -86,8 +100,12 @@ class Round(_Frozen):
     """High-water mark of the whole process after the last step."""
     rss_open_bytes: int
     peak_rss_first_step_bytes: int
+    loss_rounding: float | None = None
+    """Plain PyTorch in fp32, after the last step: its loss minus that of its logits in float64."""
     text: str | None = None
     """Greedy continuation of the prompt by the tuned model."""
+    where: list[OperatorTime] | None = None
+    """Of one more step, where that was asked for."""
 
 
 class Outcome(_Frozen):
@@ -118,10 +136,14 @@ class Contender(_Frozen):
     losses: list[float]
     repeatable: bool
     """Every round gave bit-equal losses."""
+    loss_rounding: float | None = None
+    """Of the first round; see `Round`."""
     flops_per_s: float
     share_of_limit: float
     """`flops_per_s` over the measured matrix-product peak of its dtype."""
     text: str | None = None
+    where: list[OperatorTime] | None = None
+    """Of the first round: where a step's time goes, from the most to the least; null if not asked for."""
     rounds: list[Round]
 
 
@@ -145,6 +167,8 @@ class Agreement(_Frozen):
     bound_later: float
     bound_mean: float
     reason: str
+    base_rounding: float | None = None
+    """The base's `loss_rounding`, which is taken off its losses before the contender's are compared."""
     difference_first: float
     difference_largest: float
     difference_mean: float

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from hasten.base.errors import HastenError, InputError, UserError
 from hasten.base.files import write_atomically
-from hasten.bench.report import Agreement, BenchReport, Contender, load
+from hasten.bench.report import Agreement, BenchReport, Contender, OperatorTime, load
 
 BEGIN, END = "<!-- demo-table -->", "<!-- /demo-table -->"
 HEADINGS = ("", "tokens/s", "a step", "first step", "peak memory", "first loss", "last loss", "of limit")
@@ -48,6 +49,7 @@ def render(report: BenchReport) -> RenderableType:
     parts += [Text(f"{name} failed: {reason}", style="red") for name, reason in report.failed.items()]
     parts += [Text(f"{name} was left out: {reason}") for name, reason in report.skipped.items()]
     parts += [Text(line) for line in _lines(report)]
+    parts += [_where(name, entry.where) for name, entry in report.contenders.items() if entry.where]
     for name, contender in report.contenders.items():
         if contender.text is not None:
             parts.append(Text(f"\n{name} continues {report.workload.prompt!r}:", style="bold"))
@@ -194,13 +196,31 @@ def _losses(report: BenchReport) -> Table:
     return table
 
 
+def _where(name: str, rows: Sequence[OperatorTime]) -> Table:
+    """One row for each operator."""
+    title = f"{name}: where a step's time goes (under the profiler)"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("operator", "calls", "time", "share", "of limit"):
+        table.add_column(heading, justify="left" if heading == "operator" else "right")
+    for row in rows:
+        limit = "" if row.share_of_limit is None else f"{row.share_of_limit:.0%}"
+        calls = str(row.calls) if row.calls else ""
+        table.add_row(row.operator, calls, f"{row.time_s * 1e3:.0f} ms", f"{row.share:.1%}", limit)
+    return table
+
+
 def _agreement(entry: Agreement) -> str:
     verdict = "agree" if entry.agree else "DO NOT agree"
+    without = ""
+    if entry.base_rounding is not None:
+        without = (
+            f"; {entry.base}'s float32 cross-entropy is {entry.base_rounding:+.1e} off and was corrected"
+        )
     return (
         f"losses of {entry.contender} and {entry.base} {verdict}: relative difference "
         f"{entry.difference_first:.1e} at step 1 (allowed {entry.bound_first:.1e}), "
         f"{entry.difference_largest:.1e} at most (allowed {entry.bound_later:.1e}), "
-        f"{entry.difference_mean:.1e} on average (allowed {entry.bound_mean:.1e})"
+        f"{entry.difference_mean:.1e} on average (allowed {entry.bound_mean:.1e}){without}"
     )
 
 

@@ -48,6 +48,8 @@ class Settings(NamedTuple):
     task: str = "clm"
     tune: bool = False
     """Measure which native kernels lose to torch, if this machine has no table of that yet."""
+    where: bool = False
+    """Also where the time of a step goes; see `hasten.bench.where`."""
     level: str | None = None
     """The instruction level that hasten and torch are limited to; see `hasten.bench.levels`."""
 
@@ -75,6 +77,8 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     blocks = make_blocks(
         settings.model, settings.data, settings.steps, batch, sequence_tokens, settings.seed, screen
     )
+    if settings.where and settings.task == "infer":
+        raise ConfigError("--where shows a training step; task 'infer' has none; allowed: clm, mlm")
     if not bf16:
         screen.note(f"every contender runs in fp32: {bf16_reason}")
     if settings.tune and any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):
@@ -187,6 +191,7 @@ def _spec(settings: Settings, name: str, batch: int, bf16: bool, folder: Path) -
         bf16=bf16,
         prompt=settings.prompt,
         new_tokens=settings.new_tokens,
+        where=settings.where,
     )
 
 
@@ -248,6 +253,8 @@ def _show(bar: Bar, event: dict[str, Any], steps: int) -> None:
         )
     elif kind == "continuing":
         bar.update(steps, "continuing the prompt")
+    elif kind == "profiling":
+        bar.update(steps, "where the time goes")
 
 
 def measure_limits(bf16: bool, screen: Screen) -> report.Limits:

@@ -229,7 +229,10 @@ def _simple_ranges(
 
 @contextlib.contextmanager
 def masks_by_name(rows: torch.Tensor) -> Iterator[None]:
-    """Inside, masks are not built: a causal one is a `window_ranges` of `rows` [B, S], any other an error."""
+    """Inside, masks are not built: one that is causal or hides nothing is a `window_ranges` of `rows` [B, S].
+
+    Any other is a CaptureError.
+    """
     token = _NAMED_ROWS.set(rows)
     try:
         yield
@@ -238,23 +241,30 @@ def masks_by_name(rows: torch.Tensor) -> Iterator[None]:
 
 
 def _window_of(function: Any) -> int:
-    """The window of a causal mask function, 0 if it has none, found by asking it.
+    """The window of a causal mask function, 0 if it has none, -1 if it hides nothing, found by asking it.
 
     Raises:
-        CaptureError: the mask is not causal with at most a window.
+        CaptureError: the mask is neither causal with at most a window nor one that hides nothing.
     """
 
-    def first_seen(q: int) -> int:
+    def seen_by(q: int) -> torch.Tensor:
         keys = torch.arange(q + 2)
         seen = function(torch.tensor(0), torch.tensor(0), torch.tensor(q), keys)
-        seen = torch.as_tensor(seen).expand(q + 2)
+        return torch.as_tensor(seen).expand(q + 2)
+
+    def first_seen(q: int) -> int:
+        seen = seen_by(q)
         count = int(seen.sum())
         if bool(seen[-1]) or not bool(seen[q + 1 - count : q + 1].all()):
             raise CaptureError("a mask that is not causal with one window")
         return q + 1 - count
 
     with _disable_current_modes():
-        probes = {q: first_seen(q) for q in (0, 1, 5, 1000, 1 << 18)}
+        asked = (0, 1, 5, 1000, 1 << 18)
+        # Decoders that could look at an encoder make its mask, also where there is none to look at.
+        if all(bool(seen_by(q).all()) for q in asked):
+            return -1
+        probes = {q: first_seen(q) for q in asked}
         cut = {q + 1 - first for q, first in probes.items() if first > 0}
         if not cut:
             return 0

@@ -1,16 +1,17 @@
 """One graph of a whole decoder for a single row of tokens, for programs that run it token by token.
 
 Nothing runs: tokens, positions and, if they have none, weights are fake. The level-1 rules rewrite the graph,
-so that norms, rotary, attention, activations and linear layers are single operators, and masks are named and
-not built (`window_ranges`).
+so that norms, rotary, attention, activations and linear layers are single operators; masks are named and not
+built (`window_ranges`), experts behind a router too (`routed_linear`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hasten.base.errors import CaptureError
 from hasten.graph.attention_bridge import AttentionDoor, masks_by_name
 from hasten.graph.canonical import trace
+from hasten.graph.experts_bridge import experts_by_name
 from hasten.graph.passes import run_passes
 
 _LEVEL = 1
@@ -32,25 +34,28 @@ class Whole:
     """logits = module(ids [1, T], positions [1, T]); `tokens` is T, a prime that is no size of the model.
 
     names: of the parameters behind `get_attr` nodes, by the node's target.
+    again: the same for another T, any; what depends on the places of tokens alone is seen further there.
     """
 
     module: fx.GraphModule
     tokens: int
     names: dict[str, str]
+    again: Callable[[int], Whole] | None = None
 
 
-def capture_whole(model: Any) -> Whole:
+def capture_whole(model: Any, tokens: int | None = None) -> Whole:
     """Traces a transformers decoder and rewrites it.
 
     Args:
         model: with a `forward(input_ids, position_ids, attention_mask, use_cache)` that returns logits. Its
             parameters may be on the meta device; its buffers must be real.
+        tokens: of the row; default: the first prime from 67 on that divides no size of the model.
 
     Raises:
         CaptureError: it takes no position_ids where it needs them, its masks are not causal with at most a
             window, or tracing fails.
     """
-    tokens = _prime_beside(model)
+    tokens = tokens or _prime_beside(model)
     accepted = inspect.signature(type(model).forward).parameters
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     door, training = AttentionDoor(model), model.training
@@ -60,7 +65,7 @@ def capture_whole(model: Any) -> Whole:
         positions = torch.zeros(1, tokens, dtype=torch.long)
     mask = torch.ones(1, tokens, dtype=torch.long)  # keeps transformers from looking for packed documents
     try:
-        with _fake_parameters(model, mode) as names:
+        with _fake_parameters(model, mode) as names, experts_by_name(model):
             given = _settings(accepted, mask)
 
             def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -76,7 +81,7 @@ def capture_whole(model: Any) -> Whole:
         door.leave()
         model.train(training)
     run_passes(module, _LEVEL, None, gradients=False)
-    return Whole(module, tokens, found)
+    return Whole(module, tokens, found, functools.partial(capture_whole, model))
 
 
 @contextlib.contextmanager

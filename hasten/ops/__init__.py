@@ -11,6 +11,7 @@ from hasten.ops import (
     norm_linear,
     rms_norm,
     rotary,
+    routed_linear,
     sampling,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "norm_linear",
     "rms_norm",
     "rotary",
+    "routed_linear",
     "sampling",
 ]

@@ -2,8 +2,7 @@
 
 Measured are matrix products by size and format, attention, elementwise operators, the optimizer, memory
 bandwidth, the cost of a small operator, and collectives among processes. From them come the planner's
-constants: every efficiency is then relative to
-what was measured, not to a datasheet.
+constants: every efficiency is then relative to what was measured, not to a datasheet.
 """
 
 from __future__ import annotations

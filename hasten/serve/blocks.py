@@ -157,12 +157,13 @@ class BlockManager:
     def start(self, sequence: Sequence) -> None:
         """Gives empty tables, then the blocks of the longest known beginning of its tokens.
 
-        At least the last token is left to compute. `computed` is the length of the beginning.
+        At least the last token is left to compute, and every one where rows of the prompt are scored.
+        `computed` is the length of the beginning.
         """
         if not sequence.tables:
             sequence.tables = [BlockTable(self.most_blocks) for _ in self.groups]
         sequence.computed = 0
-        if not self._prefix_cache:
+        if not self._prefix_cache or sequence.scored is not None:
             return
         whole = (len(sequence.tokens) - 1) // BLOCK_TOKENS
         self._extend_keys(sequence, whole)

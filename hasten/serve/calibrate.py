@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.base.errors import InputError
+from hasten.graph.experts_bridge import Product, expert_stacks, experts_by_name
+from hasten.ops.panels import LANES
+from hasten.ops.routed_linear.reference import routed_linear
 
 # Moments [K, K] of all matrices together; beyond that only their diagonals are kept.
 _MOMENTS_BYTES = 2 << 30
@@ -51,7 +54,10 @@ class Calibration:
 
 
 def matrices_of(model: nn.Module) -> list[Matrix]:
-    """The matrices of linear layers (`nn.Linear` and GPT-2's `Conv1D`), the embedding and the head."""
+    """The matrices of linear layers (`nn.Linear` and GPT-2's `Conv1D`), the embedding, the head and stacks.
+
+    Those of all experts of a layer are one, [E * N, K] with N padded to a panel.
+    """
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -70,6 +76,10 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
             turned = not isinstance(module, nn.Linear)
             rows, columns = reversed(module.weight.shape) if turned else module.weight.shape
             found[name] = Matrix(name, rows, columns, role, turned)
+    for stack, turned in expert_stacks(model):
+        E, rows, columns = (stack.transpose(1, 2) if turned else stack).shape
+        name = names[id(stack)]
+        found[name] = Matrix(name, E * -(-rows // LANES) * LANES, columns, "projection", turned)
     return list(found.values())
 
 
@@ -100,6 +110,7 @@ def calibrate(
         for key, module in layers.items():
             hooks.enter_context(_removed(module.register_forward_hook(sums.linear(names[key]))))
         hooks.enter_context(_removed(embedding.register_forward_hook(sums.embedding)))
+        hooks.enter_context(experts_by_name(model, sums.experts(names)))
         for number, chunk in enumerate(chunks):
             back = number < max(1, gradient_chunks)
             with torch.set_grad_enabled(back):
@@ -119,6 +130,7 @@ class _Sums:
         self._seen = torch.zeros(vocabulary, dtype=torch.float64)
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
         self._entered: Tensor | None = None
         self._back = 0
         # Projections of one input are called after each other: the first of them keeps the moments.
@@ -136,6 +148,30 @@ class _Sums:
                 y.register_hook(lambda gradient: self._add_output(name, gradient))
 
         return hook
+
+    def experts(self, names: dict[int, str]) -> Product:
+        """Moments are of what any expert of a stack meets; mean squares are each expert's own."""
+
+        def product(
+            x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, transposed: bool
+        ) -> Tensor:
+            name, E = names[id(weight)], weight.shape[0]
+            self._add_input(name, x.detach().reshape(-1, x.shape[-1]).float())
+            self._owner[name] = name
+            self._rows[name] = self._rows.get(name, 0) + x.shape[0] * x.shape[1]
+            y = routed_linear(x, weight, bias, experts, transposed)
+
+            def add(gradient: Tensor) -> None:
+                square = gradient.float().square().flatten(0, 1)
+                each = square.new_zeros(E, -(-square.shape[1] // LANES) * LANES)
+                each[:, : square.shape[1]].index_add_(0, experts.flatten(), square)
+                self._outputs[name] = self._outputs.get(name, 0) + each.flatten()
+
+            if y.requires_grad:
+                y.register_hook(add)
+            return y
+
+        return product
 
     def embedding(self, module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         ids = args[0].reshape(-1)
@@ -162,7 +198,7 @@ class _Sums:
             moments = self._inputs.get(self._owner.get(matrix.name, ""))
             if moments is None or matrix.name not in self._outputs:
                 continue  # a layer that the text did not reach
-            moments = moments / tokens
+            moments = moments / self._rows.get(matrix.name, tokens)
             if matrix.role == "tied" and self._entered is not None:
                 # A row counts as often as it is looked up and as it is predicted, nearly the same.
                 extra = self._entered / back

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hasten.base.errors import CaptureError
-from hasten.graph.nodes import aten, is_call
+from hasten.graph.nodes import aten, full_args, is_call, is_mutation, is_view, mutated_nodes
 from hasten.graph.whole import Whole
 
 _hops = torch.ops.hasten
@@ -32,6 +32,7 @@ class Evaluator:
         self._tables: dict[fx.Node, Tensor] = {}
         ids, positions = (n for n in whole.module.graph.nodes if n.op == "placeholder")
         self._ids, self._positions = ids, positions
+        self._rewritten = _rewritten(whole.module.graph)
         for node in whole.module.graph.nodes:
             self._kinds[node] = self._kind_of(node)
 
@@ -61,6 +62,10 @@ class Evaluator:
         """A constant or a function of weights."""
         return self._run(node, self._values, None)
 
+    def once(self, node: Any) -> Any:
+        """`value`, of which nothing is kept."""
+        return self._run(node, {}, None)
+
     def table(self, node: fx.Node, tokens_dim: int) -> Tensor:
         """float32 [context_tokens, values of one position]."""
         if node not in self._tables:
@@ -82,6 +87,8 @@ class Evaluator:
             return node
         if node in known:
             return known[node]
+        if node in self._rewritten:
+            raise CaptureError(f"{node}: a constant of which a part is written later")
         if node is self._positions:
             if positions is None:
                 raise CaptureError(f"{node}: a constant was expected, not the position")
@@ -106,3 +113,67 @@ class Evaluator:
         for part in str(node.target).split("."):
             found = getattr(found, part)
         return found
+
+
+def _rewritten(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory a later one writes under another name: their arguments do not tell their value."""
+    writes = [n for n in graph.nodes if n.op == "call_function" and is_mutation(n)]
+    place = {node: i for i, node in enumerate(graph.nodes)} if writes else {}
+
+    def alone(write: fx.Node) -> bool:
+        target = full_args(write)[0]
+        later = isinstance(target, fx.Node) and any(place[user] > place[write] for user in target.users)
+        return isinstance(target, fx.Node) and not is_view(target) and not later
+
+    return set() if all(map(alone, writes)) else mutated_nodes(graph)
+
+
+class Further:
+    """The same decoder for longer rows, traced when it is first asked for.
+
+    A short row does not show a window that is longer, nor what a constant holds for later places.
+    """
+
+    def __init__(self, whole: Whole, dense: Callable[[str], Tensor], context_tokens: int) -> None:
+        self._whole, self._dense, self._context_tokens = whole, dense, context_tokens
+        self._place = {node: i for i, node in enumerate(whole.module.graph.nodes)}
+        self._made: dict[int, tuple[int, list[fx.Node], Evaluator]] = {}
+        self._keys: dict[fx.Node, int] = {}
+        self._seen: dict[str, int] = {}
+
+    def value(self, node: fx.Node, most_tokens: int) -> tuple[Tensor, int]:
+        """A constant as it is in a row of at most so many tokens, and how many they are."""
+        if most_tokens not in self._made:
+            self._made[most_tokens] = self._make(most_tokens)
+        tokens, nodes, evaluator = self._made[most_tokens]
+        found = nodes[self._place[node]]
+        if evaluator.kind(found) not in ("constant", "weight"):
+            raise CaptureError(f"{node}: a constant in a short row and none in a long one")
+        return evaluator.once(found), tokens
+
+    def places(self, node: fx.Node, tokens_dim: int) -> Tensor:
+        """float32 [tokens, values of one place], of as many tokens as can be told."""
+        held, tokens = self.value(node, self._context_tokens)
+        return held.to(torch.float32).movedim(tokens_dim, 0).reshape(tokens, -1).contiguous()
+
+    def key(self, node: fx.Node) -> int:
+        """Equal for nodes that compute the same from the same inputs: every layer makes its own mask."""
+        if node not in self._keys:
+            given = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{self.key(n)}")
+            inputs = (node.op, str(node.target), given, str(node) if node.op == "placeholder" else "")
+            self._keys[node] = self._seen.setdefault(repr(inputs), len(self._seen))
+        return self._keys[node]
+
+    def _make(self, most_tokens: int) -> tuple[int, list[fx.Node], Evaluator]:
+        if self._whole.again is None:
+            raise CaptureError("a graph that cannot be traced for longer rows")
+        for tokens in (most_tokens, most_tokens - 1):  # of a whole buffer no slice is taken
+            whole = self._whole.again(tokens)
+            nodes = list(whole.module.graph.nodes)
+            if [_what(n) for n in nodes] == [_what(n) for n in self._place]:
+                return tokens, nodes, Evaluator(whole, self._dense, self._context_tokens)
+        raise CaptureError(f"another graph for a row of {most_tokens} tokens")
+
+
+def _what(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_function" else node.op

@@ -45,6 +45,7 @@ def gates_into_products(
             or second.ints[0] != -1
             or first.n1 != second.n1
             or not same_format(first.matrix, second.matrix)
+            or _written_between(instructions, first, min(pair), i)  # type: ignore[type-var, arg-type]
         ):
             continue
         dropped |= set(pair)  # type: ignore[arg-type]
@@ -66,10 +67,18 @@ def sums_into_products(instructions: list[Instruction], program: Program) -> lis
             at = _whole_product(summand, total.n1, instructions, program, users, makers)
             if at is None or at in dropped or instructions[at].c is not None:
                 continue
+            if _written_between(instructions, instructions[at], at, i):
+                continue
             dropped.add(at)
             changed[i] = replace(instructions[at], dst=total.dst, c=other, source=total.source)
             break
     return [changed.get(i, one) for i, one in enumerate(instructions) if i not in dropped]
+
+
+def _written_between(instructions: list[Instruction], product: Instruction, at: int, to: int) -> bool:
+    """Whether what a product reads is written before, or by, the instruction that would take its place."""
+    read = {ref.index for ref in product.reads() if ref.kind == "root"}
+    return any(one.dst is not None and one.dst.index in read for one in instructions[at + 1 : to + 1])
 
 
 def _users(instructions: list[Instruction]) -> Counter[int]:

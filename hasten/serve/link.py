@@ -11,6 +11,8 @@ it. Roots are placed largest first at the lowest offset that no overlapping life
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +31,10 @@ CACHES = ("float32", "bfloat16", "int8")
 """What keys and values can be stored as; the places are the codes of `Cache` in cpu.h."""
 
 _LANES = 16
-_ROW_OPS = {"embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "select"}
+_ROW_OPS = {
+    "embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "select", "where", "reduce",
+    "softmax", "places", "gather", "scatter",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,30 +106,35 @@ class Linked:
         return torch.from_numpy(words.view(np.uint8).copy())
 
     def _cache(self, settings: CacheSettings) -> tuple[list[Tensor], Tensor]:
+        """A pool for each group, and a layer's first block, strides and sizes.
+
+        The layers of a block lie side by side, so that a sequence's blocks fill whole huge pages and not a
+        part of one for every layer.
+        """
         windows = self.program.windows()
         per_unit = 1 if settings.dtype == "float32" else 2
-        tensors, words = [], []
+        layers, taken = [], [0] * len(windows)
         for layer in self.program.layers:
             group = windows.index(layer.window_tokens)
             units, padded = -(-layer.key_size // per_unit), -(-layer.value_size // _LANES) * _LANES
             head = units * BLOCK_TOKENS + BLOCK_TOKENS // per_unit * padded
             if settings.dtype == "int8":
                 head = head // 2 + 2 * BLOCK_TOKENS
-            block = layer.heads * head
-            tensors.append(_aligned(settings.blocks[group] * block))
-            sizes = (layer.heads, layer.key_size, layer.value_size, units, padded, group)
-            words.append((tensors[-1].data_ptr(), block, *sizes))
-        return tensors, torch.tensor(words, dtype=torch.int64)
+            layers.append(
+                (taken[group], (layer.heads, layer.key_size, layer.value_size, units, padded, group))
+            )
+            taken[group] += layer.heads * head
+        pools = [_pool(blocks * block) for blocks, block in zip(settings.blocks, taken, strict=True)]
+        words = [(pools[s[5]].data_ptr() + 4 * at, taken[s[5]], *s) for at, s in layers]
+        return pools, torch.tensor(words, dtype=torch.int64)
 
     def cache_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.cache)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """One block of every layer of a group, onto another."""
-        for tensor, word in zip(self.cache, self.layers.tolist(), strict=True):
-            if word[7] == group:
-                blocks = tensor.view(-1, word[1])
-                blocks[target] = blocks[source]
+        blocks = self.cache[group].view(self.cache_settings.blocks[group], -1)
+        blocks[target] = blocks[source]
 
     def _operand(self, ref: Ref | None) -> list[int]:
         if ref is None:
@@ -244,3 +254,13 @@ def _aligned(floats: int) -> Tensor:
     held = torch.from_numpy(np.zeros(floats + _LANES, np.float32))
     skip = -(held.data_ptr() // 4) % _LANES
     return held[skip : skip + floats]
+
+
+def _pool(floats: int) -> Tensor:
+    """Zeros whose pages are taken when they are first written, huge ones where the system has them: first
+    writes of small ones were a sixth of a prompt's time."""
+    region = mmap.mmap(-1, max(4 * floats, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.float32, count=floats)

@@ -41,6 +41,8 @@ class SamplingParams:
             unless ignored, nor `stop_tokens`. A grammar that allows nothing else goes first.
         logprobs: how many of the most likely tokens to list with each token, 0 to 256; 0: the token's own
             log-probability alone; None: nothing.
+        prompt_logprobs: the same for the tokens of the prompt but the first, 0 to 256; None: nothing. Their
+            keys and values are computed anew, whatever the prefix cache has.
         logit_bias: what is added to the logits of tokens, -100 to 100.
         grammar: compiled by `hasten.serve.grammar.Grammars`.
         n: how many answers, for the engine.
@@ -63,6 +65,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: Grammar | None = None
     n: int = 1
@@ -85,8 +88,9 @@ class SamplingParams:
                 f"min_tokens = {self.min_tokens}: allowed is at most max_tokens; "
                 f"the nearest is {self.max_tokens}"
             )
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MOST_LOGPROBS)
         _integer("n", self.n, 1)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos = {self.ignore_eos!r}: allowed are True and False")

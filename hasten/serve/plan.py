@@ -19,7 +19,7 @@ from hasten.base.errors import ConfigError, nearest
 from hasten.ops.panels import Format, named
 from hasten.serve.calibrate import Calibration, Matrix, matrices_of
 from hasten.serve.quantise import output_errors, search
-from hasten.serve.weights import Source, Weight
+from hasten.serve.weights import Source, Weight, part_of
 
 BUDGETS: dict[str, float | str] = {
     # One eighth of fp32, everything counted.
@@ -144,7 +144,8 @@ def plan_bits(source: Source, budget: str | float = "int4", ladder: Sequence[str
     """
     model = source.skeleton()
     matrices = matrices_of(model)
-    other = sum(parameter.numel() for parameter in model.parameters()) - sum(m.N * m.K for m in matrices)
+    planned = sum(model.get_parameter(matrix.name).numel() for matrix in matrices)
+    other = sum(parameter.numel() for parameter in model.parameters()) - planned
     choice = str(budget)
     bits = _bits(budget)
     if isinstance(bits, Format):
@@ -190,8 +191,7 @@ def measure(source: Source, matrix: Matrix, formats: Sequence[Format]) -> list[f
     """
     calibration = source.calibration or Calibration()
     moments, outputs = calibration.moments.get(matrix.name), calibration.outputs.get(matrix.name)
-    dense = source.dense(matrix.name)
-    dense = dense.t() if matrix.transposed else dense
+    dense = part_of(source.dense(matrix.name), Weight(matrix.name, matrix.transposed))
     rows = dense[_sample(matrix, outputs)].float()
     diagonal = moments.diagonal() if moments is not None and moments.dim() == 2 else moments
     if outputs is None:

@@ -12,17 +12,27 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.ops.program.reference import KINDS
+from hasten.ops.program.reference import BINARY, FUNCTION, FUNCTIONS, KINDS
 from hasten.serve.weights import Weight
 
-__all__ = ["BINARY", "KINDS", "OPCODES", "Instruction", "Layer", "MatrixUse", "Program", "Ref", "Root"]
+__all__ = [
+    "BINARY",
+    "FUNCTION",
+    "FUNCTIONS",
+    "KINDS",
+    "OPCODES",
+    "Instruction",
+    "Layer",
+    "MatrixUse",
+    "Program",
+    "Ref",
+    "Root",
+]
 
 OPCODES = (
     "embed", "norm", "prepare", "linear", "rotary", "store", "attend", "merge", "binary", "unary", "gated",
-    "select",
+    "select", "where", "reduce", "softmax", "places", "gather", "scatter", "experts",
 )  # fmt: skip
-
-BINARY = ("add", "subtract", "multiply", "divide")
 
 
 @dataclass(frozen=True)

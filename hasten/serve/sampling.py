@@ -25,7 +25,7 @@ from hasten.serve.params import SamplingParams
 if TYPE_CHECKING:
     from hasten.serve.grammar import Matcher
 
-__all__ = ["Sampled", "Sampler", "SamplingParams", "sample"]
+__all__ = ["Sampled", "Sampler", "SamplingParams", "sample", "score"]
 
 # Plain integers index faster than members of an enumeration.
 _ROW, _POSITION, _BIAS, _MASK = (int(c) for c in (Column.ROW, Column.POSITION, Column.BIAS, Column.MASK))
@@ -250,6 +250,27 @@ def sample(
     return [
         _with_logprobs(token, sampler.params.logprobs, logprobs[i], listed[i])
         for i, (token, sampler) in enumerate(zip(tokens, samplers, strict=True))
+    ]
+
+
+def score(logits: np.ndarray | torch.Tensor, tokens: Sequence[int], top: int) -> list[Sampled]:
+    """Log-probabilities of given tokens: `tokens[i]` by row i of float32 logits [L, V], and of the `top` most
+    likely ones.
+
+    Raises:
+        SamplingError: a row has NaN or +infinity, or nothing but -infinity; it names them.
+    """
+    x = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(logits)
+    logprobs = torch.log_softmax(x, dim=-1)
+    wrong = logprobs.isnan().any(dim=-1).nonzero().flatten().tolist()
+    if wrong:
+        raise _failure([ops.NOT_FINITE if i in wrong else 0 for i in range(len(tokens))], range(len(tokens)))
+    own = logprobs.gather(1, torch.tensor(tokens, dtype=torch.int64)[:, None]).flatten().tolist()
+    best = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+    listed = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        Sampled(token, value, tuple(zip(ids, values, strict=True)))
+        for token, value, (ids, values) in zip(tokens, own, listed, strict=True)
     ]
 
 

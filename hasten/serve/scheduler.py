@@ -28,13 +28,15 @@ class Entry:
     `complete`: the rows reach its last token, whose logits and those of the draft are wanted.
     """
 
-    __slots__ = ("complete", "draft", "rows", "sequence")
+    __slots__ = ("complete", "draft", "logits", "rows", "sequence")
 
-    def __init__(self, sequence: Sequence, rows: int, draft: list[int], complete: bool):
+    def __init__(self, sequence: Sequence, rows: int, draft: list[int], complete: bool, logits: int):
+        """`logits`: of how many rows, the last ones, they are wanted."""
         self.sequence = sequence
         self.rows = rows
         self.draft = draft
         self.complete = complete
+        self.logits = logits
 
 
 class Plan:
@@ -107,6 +109,7 @@ class Scheduler:
         for child in followers:
             self.blocks.fork(parent, child)
             child.cached_tokens = parent.cached_tokens
+            child.prompt_logprobs = parent.prompt_logprobs
             child.started_s = parent.started_s
             child.state = parent.state
             insort(self.running, child, key=_arrival)
@@ -168,7 +171,7 @@ class Scheduler:
             if end == first:
                 continue
             del draft[end - first - 1 :]
-            entries.append(Entry(sequence, 1 + len(draft), draft, True))
+            entries.append(Entry(sequence, 1 + len(draft), draft, True, 1 + len(draft)))
             spare -= len(draft)
             self._logits_left -= 1 + len(draft)
 
@@ -193,7 +196,12 @@ class Scheduler:
     def _plan_prompt(self, entries: list[Entry], sequence: Sequence, budget: int, may_preempt: bool) -> int:
         first = sequence.computed
         end = first + min(sequence.remaining, budget)
-        if end == len(sequence.tokens) and self._logits_left == 0:
+        # Of a prompt that is scored every row's logits are read, but for those read before a preemption.
+        scored = sequence.scored
+        unread = first if scored is None else max(first, scored)
+        if scored is not None:
+            end = min(end, unread + self._logits_left)
+        elif end == len(sequence.tokens) and self._logits_left == 0:
             end -= 1  # drafts have taken the logits; its last row comes in the next step
         reached = self.blocks.grow(sequence, end)
         while reached == first < end and may_preempt and self.running[-1] is not sequence:
@@ -201,8 +209,9 @@ class Scheduler:
             reached = self.blocks.grow(sequence, end)
         if reached > first:
             complete = reached == len(sequence.tokens)
-            self._logits_left -= complete
-            entries.append(Entry(sequence, reached - first, [], complete))
+            logits = int(complete) if scored is None else max(0, reached - unread)
+            self._logits_left -= logits
+            entries.append(Entry(sequence, reached - first, [], complete, logits))
         return reached - first
 
     def _admit(self, entries: list[Entry], budget: int, now_s: float) -> None:
@@ -262,10 +271,9 @@ class Scheduler:
             else:
                 tokens[row:end] = sequence.tokens[first : first + entry.rows] + entry.draft
                 positions[row:end] = self._numbers[first : first + entry.rows]
-            if entry.complete:
-                for number in range(end - 1 - len(entry.draft), end):
-                    wanted[logits] = number
-                    logits += 1
+            for number in range(end - entry.logits, end):
+                wanted[logits] = number
+                logits += 1
             for table, into in zip(sequence.tables, tables, strict=True):
                 into[place] = table.blocks[:width]
             row = end

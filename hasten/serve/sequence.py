@@ -12,7 +12,7 @@ import numpy as np
 from hasten.serve.runner import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from hasten.serve.sampling import Sampler, SamplingParams
+    from hasten.serve.sampling import Sampled, Sampler, SamplingParams
     from hasten.serve.speculate import PromptLookup
     from hasten.serve.stream import Stream
     from hasten.serve.text import TextOutput
@@ -69,6 +69,7 @@ class Sequence:
         "lookup",
         "params",
         "prompt_length",
+        "prompt_logprobs",
         "salt",
         "sampler",
         "started_s",
@@ -112,6 +113,9 @@ class Sequence:
         self.keys: list[bytes] = []
         """Keys of the whole blocks of `tokens` in the prefix cache, as far as they are known."""
 
+        self.prompt_logprobs: list[Sampled] | None = None if params.prompt_logprobs is None else []
+        """Of the tokens behind the first, as far as their rows have run; None: not asked for."""
+
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.drafted_tokens = 0
@@ -134,6 +138,12 @@ class Sequence:
         """Whether the request's grammar lets nothing more follow."""
         matcher = self.sampler.matcher
         return matcher is not None and matcher.finished
+
+    @property
+    def scored(self) -> int | None:
+        """Rows of the prompt whose logits have been read; None where no more are wanted."""
+        scores = self.prompt_logprobs
+        return None if scores is None or len(scores) >= self.prompt_length - 1 else len(scores)
 
     @property
     def remaining(self) -> int:

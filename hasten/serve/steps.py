@@ -133,7 +133,7 @@ class Steps:
         self.step_rows += len(plan.step.tokens)
         if plan.decode_only:
             self._scheduler.row_cost.add(len(plan.step.tokens), now_s - run_s)
-        turns = self._turns(plan.entries)
+        turns = self._turns(plan.entries, logits)
         self._choose(turns, logits)
         for turn in turns:
             if turn.sampled:
@@ -142,7 +142,7 @@ class Steps:
         self.busy_s += duration_s
         self._observer.step(len(plan.step.tokens), len(plan.entries), duration_s)
 
-    def _turns(self, entries: Items[Entry]) -> list[_Turn]:
+    def _turns(self, entries: Items[Entry], logits: np.ndarray) -> list[_Turn]:
         """Notes what the step has computed. Returns: the sequences that get tokens from it."""
         turns = []
         row = 0
@@ -150,12 +150,28 @@ class Steps:
             sequence = entry.sequence
             # Of a draft only what is kept counts, which is known later.
             self._blocks.advance(sequence, sequence.computed + entry.rows - len(entry.draft))
-            if entry.complete:
-                turns.append(_Turn(sequence, row, entry.draft))
+            next_row = row + entry.logits
+            first = next_row - (1 + len(entry.draft)) * entry.complete
+            alive = first == row or self._score(sequence, logits[row:first])
+            if entry.complete and alive:
+                turns.append(_Turn(sequence, first, entry.draft))
                 for follower in self._scheduler.fork(sequence):
-                    turns.append(_Turn(follower, row, []))
-                row += 1 + len(entry.draft)
+                    turns.append(_Turn(follower, first, []))
+            row = next_row
         return turns
+
+    def _score(self, sequence: Sequence, logits: np.ndarray) -> bool:
+        """Notes the log-probabilities of the prompt's next tokens; False if that ended the sequence."""
+        scores = sequence.prompt_logprobs
+        assert scores is not None  # only then were these logits wanted
+        begin = len(scores) + 1
+        tokens = sequence.tokens[begin : begin + len(logits)]
+        try:
+            scores += self._sampling.score(logits, tokens, sequence.params.prompt_logprobs)
+        except HastenError as error:
+            self._end(sequence, "error", first_line(error))
+            return False
+        return True
 
     def _choose(self, turns: list[_Turn], logits: np.ndarray) -> None:
         """Chooses the next token of each turn; where it is the drafted one, also the token after it, and so
@@ -246,6 +262,7 @@ class Steps:
         else:
             self._observer.tokens(now_s - sequence.last_token_s, count)
         sequence.last_token_s = now_s
+        scores = sequence.prompt_logprobs if before == 0 else None
         sampled_tokens = turn.sampled[:count]
         delta = Delta(
             text,
@@ -254,6 +271,7 @@ class Steps:
             reason,
             None,
             sequence.index,
+            prompt_logprobs=None if scores is None else tuple(scores),
         )
         if reason is None:
             self._decode(sequence)

@@ -72,6 +72,8 @@ class Delta(NamedTuple):
     """Which of the request's choices."""
 
     error: str | None = None
+    prompt_logprobs: tuple[Sampled, ...] | None = None
+    """With a choice's first tokens, where it is asked for: of the prompt's tokens behind the first."""
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Completion:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Sampled] = field(default_factory=list)
+    prompt_logprobs: tuple[Sampled, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 
@@ -90,6 +93,8 @@ class Completion:
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or ()
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason = delta.finish_reason
         self.usage = delta.usage
 

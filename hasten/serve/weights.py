@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import InputError, nearest
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, Panels, pack
+from hasten.ops.panels import BFLOAT16, FLOAT32, LANES, Format, Panels, pack
 from hasten.serve.fingerprint import files_fingerprint, folder_files
 from hasten.serve.quantise import quantise
 
@@ -34,7 +34,7 @@ _HASH_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [N, K] of a program, as a part of a parameter."""
+    """A matrix [N, K] of a program: a part of a parameter, or all matrices of a stack, one below another."""
 
     name: str
     """Of the parameter in the transformers model, e.g. `model.layers.0.self_attn.q_proj.weight`."""
@@ -136,8 +136,14 @@ class _Source:
 def part_of(parameter: Tensor, weight: Weight) -> Tensor:
     """The matrix [N, K] that `weight` names, from its whole parameter.
 
+    A stack of matrices [E, N, K] becomes one, each with rows of zeros up to a whole panel behind it.
+
     Raises InputError where that is no matrix or the part lies outside it.
     """
+    if parameter.dim() == 3:
+        stack = parameter.transpose(1, 2) if weight.transposed else parameter
+        padding = -stack.shape[1] % LANES
+        return torch.nn.functional.pad(stack, (0, 0, 0, padding)).reshape(-1, stack.shape[2])
     if parameter.dim() != 2:
         raise InputError(f"{weight.name} is no matrix but a tensor {list(parameter.shape)}")
     matrix = parameter.t() if weight.transposed else parameter

@@ -89,6 +89,19 @@ def test_equal_losses_agree_and_give_both_ratios():
     assert got["eager-bf16"].peak_memory == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize(("hasten_off", "agree"), [(0.0, True), (3e-5, False), (-3e-5, False)])
+def test_what_the_base_rounds_off_is_not_held_against_the_contender(hasten_off: float, agree: bool):
+    """The base's own rounding is corrected; the contender's losses are taken as they are."""
+    true = [3.0, 2.5, 2.0]
+    base = _contender("eager-fp32", [loss - 4e-5 for loss in true])
+    ours = _contender("hasten-fp32", [loss * (1 + hasten_off) for loss in true])
+    found = {"eager-fp32": base, "hasten-fp32": ours}
+    assert not compare.agreements(found, 1024)[0].agree
+    found["eager-fp32"] = base.model_copy(update={"loss_rounding": -4e-5})
+    (entry,) = compare.agreements(found, 1024)
+    assert (entry.agree, entry.base_rounding) == (agree, -4e-5)
+
+
 @pytest.mark.parametrize(
     ("losses", "why"),
     [

@@ -57,6 +57,13 @@ def test_losses_are_those_of_a_plain_loop(spec: Spec):
     assert got.round.losses[-1] < got.round.losses[0]
 
 
+@pytest.mark.parametrize(("name", "measured"), [("eager-fp32", True), ("hasten-fp32", False)])
+def test_plain_fp32_says_what_its_loss_rounds_off(spec: Spec, name: str, measured: bool):
+    rounding = contender.run(spec.model_copy(update={"contender": name})).round.loss_rounding
+    assert (rounding is not None) == measured
+    assert rounding is None or abs(rounding) < 1e-5
+
+
 def test_packed_documents_do_not_see_each_other(spec: Spec, tmp_path: Path):
     """Another first document in a row changes nothing of the loss over the second."""
     ids = np.tile(np.arange(32), (2, 1)) + 3

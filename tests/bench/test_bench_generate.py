@@ -18,7 +18,7 @@ from hasten.base.screen import Screen
 from hasten.bench.command import bench
 from hasten.bench.generation import judge, measure, report, run, table
 from hasten.bench.generation.engines import Hasten, Transformers
-from hasten.bench.generation.names import About, Answer, Spec
+from hasten.bench.generation.names import REST, About, Answer, Spec
 from hasten.bench.generation.subject import BITS, gguf_file, open_subject, prompts_of
 from hasten.models import open_model
 from hasten.ops import native
@@ -101,6 +101,13 @@ def test_hasten_answers_as_plain_torch(model_folder: Path, tmp_path: Path, monke
     assert engine.about.note is None
     assert engine.about.weight_bytes is not None
     assert engine.about.weight_bytes >= 4 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    where = engine.where(prompts[1], 6)
+    assert where is not None
+    prefill, decode = where["prefill"], where["decode"]
+    assert prefill.keys() == decode.keys()
+    assert {REST, "attend", "linear"} <= prefill.keys()
+    assert all(seconds >= 0 for seconds in (*prefill.values(), *decode.values()))
+    assert 0 < sum(decode.values()) < 60
     engine.close()
 
 
@@ -203,6 +210,8 @@ def test_the_subject_knows_what_a_step_reads(tmp_path: Path, tiny_gguf: tuple[Pa
     assert subject.cache_values(10) == 3 * 2 * 2 * 16 * 10
     assert subject.cache_values(1000) == 3 * 2 * 2 * 16 * 32
     assert subject.cache_bytes("float32", 10) == 2 * subject.cache_bytes("int4", 10) == 4 * 1920
+    assert subject.cache_bytes("stored", 10, "int8") == subject.cache_values(10)
+    assert subject.cache_bytes("int8", 10) == 2 * subject.cache_values(10)
     assert subject.weight_bytes("bfloat16") == 2 * subject.size.product_parameters
     assert subject.weight_bytes("int8") == int(subject.size.product_parameters * BITS["int8"] / 8)
     with pytest.raises(ValueError, match="GGUF"):
@@ -293,6 +302,7 @@ def test_the_command_from_end_to_end(tmp_path: Path, fast_limits: None):
             "1",
         ),
         *("--rounds", "1", "--streams", "1,3", "--contenders", "eager-fp32,eager-bf16", "--json", str(path)),
+        "--where",
     ]
     got = CliRunner().invoke(bench, command)
     assert got.exit_code == 0, got.output
@@ -300,6 +310,7 @@ def test_the_command_from_end_to_end(tmp_path: Path, fast_limits: None):
     assert list(result.contenders) == ["eager-fp32", "eager-bf16"]
     assert (result.failed, result.skipped, result.interrupted) == ({}, {}, None)
     plain = result.contenders["eager-fp32"]
+    assert plain.where is None
     assert (plain.weights, plain.repeatable, len(plain.rounds)) == ("float32", True, 1)
     assert [len(tokens) for tokens in plain.tokens] == [8] * 5
     assert plain.weight_bytes == 4 * result.workload.size.product_parameters
@@ -369,3 +380,13 @@ def test_answers_that_are_cut_short_are_an_error(monkeypatch: pytest.MonkeyPatch
     assert engine.answer([[1], [2]], 2, logprobs=False)[1].tokens == [1, 2]
     with pytest.raises(HastenError, match="hasten gave 2 tokens of 3: out of memory"):
         engine.answer([[1]], 3, logprobs=False)
+
+
+def test_where_the_time_goes_is_a_table():
+    shown = table._where_table(
+        "hasten", {"prefill": {"linear": 0.3, REST: 0.1}, "decode": {"linear": 0.001, REST: 0.003}}
+    )
+    cells = [list(column.cells) for column in shown.columns]
+    assert cells[0] == [REST, "linear"]
+    assert cells[1] == ["100.00", "300.00"]
+    assert cells[4] == ["75.0%", "25.0%"]

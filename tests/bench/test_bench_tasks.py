@@ -29,6 +29,22 @@ def test_masking_keeps_the_ids_and_predicts_a_seventh_of_them() -> None:
     assert ((short != tasks.IGNORE).sum(axis=1) >= 1).all()
 
 
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_what_the_loss_rounds_off(task: tasks.Task) -> None:
+    """A loss of many small terms: torch's is compared with float64 over the same logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 9, 49152, generator=generator) * 3
+    labels = torch.randint(0, 49152, (2, 9), generator=generator)
+    labels[0, :4] = tasks.IGNORE
+    shifted = (logits[:, :-1], labels[:, 1:]) if task == "clm" else (logits, labels)
+    rows, expected = (x.flatten(0, 1) for x in shifted)
+    exact = float(torch.nn.functional.cross_entropy(rows.double(), expected))
+    assert tasks.loss_rounding(exact, logits, labels, task) == pytest.approx(0, abs=1e-12)
+    assert tasks.loss_rounding(exact + 1e-5, logits, labels, task) == pytest.approx(1e-5, rel=1e-4)
+    with_other_terms = exact * (1 + 2e-4)
+    assert tasks.loss_rounding(with_other_terms, logits, labels, task) is None
+
+
 def test_the_probe_sees_every_element() -> None:
     hidden, ids = torch.randn(2, 3, 8), torch.randint(0, 90, (2, 3))
     before = tasks.probe_loss(hidden, ids)

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import AttentionInterface, masking_utils
 
 import hasten
-from hasten.graph.attention_bridge import NAME, attention_forward, mask_forward, register
+from hasten.graph.attention_bridge import NAME, attention_forward, mask_forward, masks_by_name, register
 from hasten.models.tiny import tiny_model
+from hasten.ops.attention import window_ranges
 
 CAUSAL = masking_utils.causal_mask_function
 BOTH = masking_utils.bidirectional_mask_function
@@ -237,3 +238,15 @@ def test_batches_with_and_without_documents_share_their_graphs() -> None:
         model(input_ids=ids, labels=ids, position_ids=given, use_cache=False).loss.backward()
         counts.append(len(engine.graphs))
     assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize(("window", "mask"), [(0, CAUSAL), (5, MASKS["sliding"]), (-1, BOTH)])
+def test_a_mask_by_name_is_the_mask(window: int, mask: Callable[..., torch.Tensor]) -> None:
+    rows = torch.zeros(2, 11)
+    with masks_by_name(rows):
+        named = mask_forward(2, 11, 11, mask_function=mask)
+    assert torch.equal(named, window_ranges(rows, window))
+    keys, queries = torch.arange(11), torch.arange(11)[:, None]
+    dense = torch.as_tensor(mask(torch.tensor(0), torch.tensor(0), queries, keys)).expand(11, 11)
+    first, last = named[1].long().unbind(-1)
+    assert torch.equal((keys >= first[:, None]) & (keys < last[:, None]), dense)

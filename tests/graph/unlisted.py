@@ -232,10 +232,93 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "helium": ("helium", "Helium", "HeliumForCausalLM", _DECODER | {"head_dim": 16}),
 }
 
+# Of which only the programs are tested (tests/serve).
+SERVED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "falcon_alibi": (
+        "falcon",
+        "Falcon",
+        "FalconForCausalLM",
+        _BASE | {"multi_query": True, "hidden_dropout": 0.0, "alibi": True, "bias": True},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        "Qwen3Moe",
+        "Qwen3MoeForCausalLM",
+        _MOE | {"norm_topk_prob": True, "head_dim": 16},
+    ),
+    "olmoe": ("olmoe", "Olmoe", "OlmoeForCausalLM", _MOE),
+    # Odd sizes: experts end within a panel.
+    "granitemoe": (
+        "granitemoe",
+        "GraniteMoe",
+        "GraniteMoeForCausalLM",
+        _DECODER | {"intermediate_size": 36, "num_local_experts": 5, "num_experts_per_tok": 3},
+    ),
+    # Makes a mask for an encoder that it does not have.
+    "bart": (
+        "bart",
+        "Bart",
+        "BartForCausalLM",
+        {
+            "vocab_size": 256,
+            "d_model": 64,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 96,
+            "max_position_embeddings": 256,
+            "dropout": 0.0,
+        },
+    ),
+    "bert": ("bert", "Bert", "BertLMHeadModel", _ENCODER),
+    "apertus": ("apertus", "Apertus", "ApertusForCausalLM", _DECODER),
+    "rwkv": (
+        "rwkv",
+        "Rwkv",
+        "RwkvForCausalLM",
+        {"vocab_size": 256, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2},
+    ),
+    "jetmoe": (
+        "jetmoe",
+        "JetMoe",
+        "JetMoeForCausalLM",
+        _BASE
+        | {"num_key_value_heads": 2, "kv_channels": 16, "intermediate_size": 96, "num_local_experts": 4},
+    ),
+    "deepseek_v2_moe": (
+        "deepseek_v2",
+        "DeepseekV2",
+        "DeepseekV2ForCausalLM",
+        _MLA
+        | {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3_moe": (
+        "deepseek_v3",
+        "DeepseekV3",
+        "DeepseekV3ForCausalLM",
+        _MLA | {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    ),
+    # A window that the first, short trace does not reach.
+    "gpt_neo_wide": (
+        "gpt_neo",
+        "GPTNeo",
+        "GPTNeoForCausalLM",
+        {
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_position_embeddings": 256,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 100,
+        },
+    ),
+}
+
 
 def unlisted_model(name: str) -> nn.Module:
     """The model in fp32 and train mode, with weights that are the same for the same name."""
-    module, prefix, model_class, settings = MODELS[name]
+    module, prefix, model_class, settings = (MODELS | SERVED)[name]
     package = f"transformers.models.{module}"
     config_class = getattr(importlib.import_module(f"{package}.configuration_{module}"), f"{prefix}Config")
     make = getattr(importlib.import_module(f"{package}.modeling_{module}"), model_class)

@@ -16,7 +16,7 @@ from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named, pack, quantised,
 from hasten.ops.program.reference import run
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.native_runner import NativeRunner
-from hasten.serve.program import KINDS, Instruction, Layer, MatrixUse, Program, Ref, Root
+from hasten.serve.program import FUNCTION, FUNCTIONS, KINDS, Instruction, Layer, MatrixUse, Program, Ref, Root
 from hasten.serve.quantise import quantise
 from hasten.serve.runner import Step
 from hasten.serve.weights import Weight
@@ -116,12 +116,65 @@ class Builder:
         down = self.pointwise("binary", HIDDEN, down, self.vector(HIDDEN), ints=(2,))
         return self.pointwise("binary", HIDDEN, down, x, ints=(1,) if odd else (0,))
 
+    def routed(self, x: Ref) -> Ref:
+        """Experts chosen by the position, so that rounding in low formats chooses no other."""
+        odd = self.seed % 2
+        E, S, N = 5, 3, 21 if odd else 32
+        scores, places, values = self.root(E), self.root(S), self.root(S)
+        self.emit("softmax", 1, E, scores, a=self.table(E))
+        self.emit("places", 1, E, places, a=scores, ints=(S, odd))
+        self.emit("gather", 1, S, values, a=scores, b=places)
+        total, most = self.root(1), self.root(1)
+        self.emit("reduce", 1, S, total, a=values, ints=(0,), floats=(0.5,))
+        self.emit("reduce", 1, S, most, a=values, ints=(1 + odd,), floats=(1.0,))
+        total = self.pointwise("binary", 1, total, most, ints=(4 + odd,))
+        share = self.pointwise("binary", S, values, Ref("root", total.index, 0, 0, 0), ints=(3,))
+        # What was not chosen keeps the vector's number.
+        kept = self.root(E)
+        self.emit("unary", 1, E, kept, a=self.vector(E), ints=(-1,), floats=(1.0, 0.0))
+        self.emit("scatter", 1, S, kept, a=places, b=share)
+        above = self.pointwise("binary", E, kept, scores, ints=(6 + self.seed % 6,))
+        scores = self.root(E)
+        self.emit("where", 1, E, scores, a=above, b=kept, c=self.vector(E))
+        self.emit("gather", 1, S, values, a=scores, b=places)
+        padded = -(-N // 16) * 16
+        inner, out = self.root(S * N), self.root(S * HIDDEN)
+        for source, step, to, n, k in ((x, 0, inner, N, HIDDEN), (inner, N, out, HIDDEN, N)):
+            rows = padded if to is inner else -(-HIDDEN // 16) * 16
+            matrix = self.matrix(E * rows, k, False)
+            if odd:
+                self.uses[matrix] = MatrixUse(self.uses[matrix].weight, E * rows, k, self.vector(E * n).index)
+            self.emit(
+                "experts", S, k, Ref("root", to.index, 0, n), a=Ref("root", source.index, 0, step), b=places,
+                matrix=matrix, ints=(n, E),
+            )  # fmt: skip
+        weighted = self.root(S * HIDDEN)
+        self.emit(
+            "binary", S, HIDDEN, Ref("root", weighted.index, 0, HIDDEN), a=Ref("root", out.index, 0, HIDDEN),
+            b=Ref("root", values.index, 0, 1, 0), ints=(2,),
+        )  # fmt: skip
+        joined = self.root(HIDDEN)
+        self.emit(
+            "reduce", HIDDEN, S, Ref("root", joined.index, 0, 1), a=Ref("root", weighted.index, 0, 1, HIDDEN),
+            ints=(0,), floats=(0.7,),
+        )  # fmt: skip
+        bounded = self.pointwise("unary", HIDDEN, joined, ints=(KINDS.index("tanh"),), floats=(1.0, 0.0))
+        code = FUNCTION + self.function()
+        bounded = self.pointwise("unary", HIDDEN, bounded, ints=(code,), floats=(0.5, 2.0))
+        return self.pointwise("binary", HIDDEN, x, bounded, ints=(0,))
+
+    def function(self) -> int:
+        """Another with each seed, all of them over the suite's seeds; rounding is no matter here."""
+        smooth = [i for i, name in enumerate(FUNCTIONS) if name not in ("trunc", "floor")]
+        self.used_functions = getattr(self, "used_functions", 0) + 1
+        return smooth[(2 * self.seed + self.used_functions) % len(smooth)]
+
     def program(self, shape: tuple[int, int, int, int, int]) -> Program:
         x = self.root(HIDDEN)
         self.emit("embed", 1, HIDDEN, x, matrix=self.matrix(VOCABULARY, HIDDEN, False), floats=(1.5,))
         x = self.pointwise("binary", HIDDEN, x, self.table(HIDDEN), ints=(0,))
         for window in (0, 19):
-            x = self.layer(x, shape, window)
+            x = self.routed(self.layer(x, shape, window))
         wanted = self.root(HIDDEN, True)
         self.emit("select", 1, HIDDEN, wanted, a=x, selected=True)
         logits = self.linear(wanted, VOCABULARY, HIDDEN, selected=True)

@@ -63,6 +63,40 @@ def test_pages_stay_and_go() -> None:
     assert found["held"] - found["left"] > 60 << 20
 
 
+# What 100 MB of small blocks leave behind under one that stays: given back on request, unless reuse is on.
+_LEFT = """
+import json, resource
+from hasten.base import allocator
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+def leave():
+    blocks = [b"x" * (100_000 + i) for i in range(1000)]
+    return blocks[-1]
+
+pin = leave()
+before = resident()
+allocator.give_back()
+after = resident()
+allocator.enable()
+pins = leave()
+kept = resident()
+allocator.give_back()
+print(json.dumps({"returned": before - after, "returned_with_reuse": kept - resident()}))
+"""
+
+
+@pytest.mark.skipif(bool(refusal()), reason=f"buffers are not reused here: {refusal()}")
+def test_freed_blocks_are_given_back_on_request() -> None:
+    here = Path(__file__).parents[2]
+    command = [sys.executable, "-c", _LEFT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here, timeout=60)
+    found = json.loads(done.stdout)
+    assert found["returned"] > 80e6
+    assert abs(found["returned_with_reuse"]) < 5e6
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
     """Records what would be set instead of setting it in the process that runs the tests."""

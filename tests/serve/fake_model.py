@@ -183,6 +183,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Any = None
     n: int = 1
 

@@ -90,6 +90,42 @@ def test_seeds_give_the_same_alone_and_among_others(options: dict[str, object]) 
     assert [completion.logprobs for completion in busy] == [completion.logprobs for completion in quiet]
 
 
+def test_a_prompt_is_scored_the_same_alone_and_among_others() -> None:
+    """In parts, behind a cached beginning, with further choices, after a preemption: each token once."""
+    params = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 2, "seed": 3}
+    tokens = prompt(0)
+    logits = [logits_of([tokens[: row + 1]], row, VOCAB).astype(np.float64) for row in range(len(tokens) - 1)]
+    expected = [row - np.log(np.exp(row).sum()) for row in logits]
+    with build() as engine:
+        plain = ask(engine, **{**params, "prompt_logprobs": None})
+        assert plain[0].prompt_logprobs is None
+        known = ask(engine, n=2, **params)  # the beginning is cached now
+    runner = HeldRunner(groups=[Group(None, 5)], vocab_size=VOCAB, step_logits=7)
+    with Engine(runner, byte_tokenizer(), EngineSettings(eos_tokens=(EOS,), draft_tokens=4)) as engine:
+        runner.let.clear()
+        other = engine.submit(Request(prompt(1), params=SamplingParams(max_tokens=40, ignore_eos=True)))
+        stream = engine.submit(Request(tokens, params=SamplingParams(**params)))  # type: ignore[arg-type]
+        runner.let.set()
+        busy = stream.collect()
+        other.collect()
+        assert engine.stats().preemptions > 0
+    for completion in (*known, *busy):
+        scores = completion.prompt_logprobs
+        assert scores is not None
+        assert [score.token for score in scores] == tokens[1:]
+        for score, row in zip(scores, expected, strict=True):
+            assert score.logprob == pytest.approx(row[score.token], abs=1e-4)
+            best = np.sort(row)[::-1][:2]
+            assert [value for _, value in score.top] == pytest.approx(best.tolist(), abs=1e-4)
+        assert completion.tokens == plain[0].tokens
+
+
+def test_a_prompt_of_one_token_has_no_scores(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    (completion,) = engine.submit(Request([7], params=params)).collect()
+    assert completion.prompt_logprobs == ()
+
+
 def test_choices_differ_and_repeat(engine: Engine) -> None:
     first = ask(engine, n=3, seed=11, temperature=1.5, max_tokens=15)
     second = ask(engine, n=3, seed=11, temperature=1.5, max_tokens=15)

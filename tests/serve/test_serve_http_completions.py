@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from http_world import MODEL, TOKENIZER, World, next_token, serving
@@ -96,12 +97,54 @@ def test_logprobs(world: World) -> None:
     assert streamed == [0, 1, 2]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_an_echoed_prompt(world: World, max_tokens: int, stream: bool) -> None:
+    """What evaluations ask for: how likely each token of a given text is."""
+    prompt = "a text that is asked about twice " * 5  # more rows than a step gives logits for
+    tokens = TOKENIZER.encode(prompt).ids
+    said = complete(world, prompt, max_tokens=max_tokens, logprobs=2, echo=True, stream=stream)
+    lists: dict[str, list[Any]] = {
+        name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    text = ""
+    for part in said if stream else [said]:
+        text += part.choices[0].text
+        if part.choices[0].logprobs:
+            for name, values in lists.items():
+                values += getattr(part.choices[0].logprobs, name)
+    assert text == prompt + expected(prompt, max_tokens)
+    assert "".join(lists["tokens"]) == text
+    assert lists["text_offset"] == list(range(len(tokens) + max_tokens))
+    assert lists["token_logprobs"][0] is lists["top_logprobs"][0] is None
+    # The scripted model gives its own choice a logit of 12, the next two tokens 6 and 3, all others 0.
+    total = np.log(np.exp([12.0, 6.0, 3.0]).sum() + TOKENIZER.get_vocab_size() - 3)
+    for place in range(1, len(tokens)):
+        distance = (tokens[place] - next_token(tokens[:place])) % TOKENIZER.get_vocab_size()
+        own = {0: 12.0, 1: 6.0, 2: 3.0}.get(distance, 0.0) - total
+        assert lists["token_logprobs"][place] == pytest.approx(own, abs=1e-4)
+        assert sorted(lists["top_logprobs"][place].values()) == pytest.approx(
+            [6 - total, 12 - total], abs=1e-4
+        )
+    if not stream:
+        assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(tokens), max_tokens)
+
+
+def test_echoed_prompts_together(world: World) -> None:
+    alone = [
+        complete(world, text, max_tokens=2, logprobs=1, echo=True).choices[0] for text in ("one", "x", "two!")
+    ]
+    both = complete(world, ["one", "x", "two!"], max_tokens=2, logprobs=1, echo=True, n=2)
+    for choice in both.choices:
+        assert choice.logprobs == alone[choice.index // 2].logprobs
+        assert choice.text == alone[choice.index // 2].text
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"best_of": 3}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "log-probabilities of the prompt"),
         ({"max_tokens": 0}, "needs echo"),
         ({"logprobs": 6}, "at most 5"),
         ({"n": 17}, "at most 16"),

@@ -60,7 +60,10 @@ def test_no_instruction_reads_what_another_thread_may_still_write(seed: int, few
     builder, program = program_of(seed)
     instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
     meets = barriers(instructions, few)
-    by_rows = {"embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated"}
+    by_rows = {
+        "embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "where", "reduce",
+        "softmax", "places", "gather", "scatter",
+    }  # fmt: skip
     for j, reader in enumerate(instructions):
         for ref in reader.reads():
             makers = [i for i in range(j) if instructions[i].dst is not None and ref.kind == "root"]

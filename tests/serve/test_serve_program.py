@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,22 +94,54 @@ def test_the_order_of_roots_in_the_arena_overlaps_no_life():
 
 FURTHER = (
     "olmo2", "stablelm", "cohere", "granite", "starcoder2", "gemma", "glm4", "gptj", "codegen", "llama_bias",
-    "exaone4", "nemotron", "gpt_neox_japanese", "xglm", "nanochat", "helium",
+    "exaone4", "nemotron", "gpt_neox_japanese", "xglm", "nanochat", "helium", "apertus", "bart",
+)  # fmt: skip
+# Masks that are written out: ALiBi, a window in every other layer; latent attention.
+WRITTEN = ("falcon", "falcon_alibi", "mpt", "gpt_neo", "gpt_neo_wide", "deepseek_v2", "deepseek_v3")
+ROUTED = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2_moe",
+    "deepseek_v3_moe",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FURTHER)
 def test_families_without_a_list_of_their_own(name: str):
-    torch.manual_seed(0)
     model = unlisted_model(name).eval()
     tokens = tokens_of(50)
     expected, found = logits_of(model, tokens), ByHand(runner_of(model)).feed({0: tokens})
     assert np.abs(found - expected).max() <= 2e-5 * max(1.0, np.abs(expected).max())
 
 
+@pytest.mark.parametrize("name", [*WRITTEN, *ROUTED])
+def test_what_masks_and_routers_compute_is_the_models(name: str):
+    """Logits of a prompt longer than every window, greedy tokens, and pieces beside other sequences."""
+    model = unlisted_model(name).eval()
+    tokens = tokens_of(120)
+    expected, runner = logits_of(model, tokens), runner_of(model)
+    close = 2e-5 * max(1.0, np.abs(expected).max())
+    assert np.abs(ByHand(runner).feed({0: tokens}) - expected).max() <= close
+    together = ByHand(runner, 2)
+    pieces = [
+        together.feed({0: tokens[:65], 1: tokens[:9]})[:65],
+        together.feed({1: [7], 0: tokens[65:]})[1:],
+    ]
+    assert np.abs(np.concatenate(pieces) - expected).max() <= close
+    with torch.no_grad():
+        given = torch.tensor([tokens])
+        generated = model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    assert ByHand(runner).greedy(tokens, 12) == generated[0, 120:].tolist()
+
+
+def test_a_window_behind_a_written_mask_is_found_however_wide_it_is():
+    assert program_of(unlisted_model("gpt_neo").eval()).windows() == (0, 8)
+    assert program_of(unlisted_model("gpt_neo_wide").eval()).windows() == (0, 100)
+
+
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [("mpt", "masked_fill"), ("falcon", "index"), ("mixtral", "traced"), ("deepseek_v3", "new_empty")],
+    ("name", "what"), [("rwkv", "pad"), ("jetmoe", "traced"), ("bert", "attention: .* not causal")]
 )
 def test_what_has_no_instruction_is_named(name: str, what: str, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(CaptureError, match=what):
@@ -130,12 +163,19 @@ def test_a_model_without_a_program_is_served_by_its_own_forward(name: str):
     assert np.abs(by_hand.feed({1: tokens[5:]}) - expected[5:]).max() <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+ALONE = [
+    (tiny_model, "llama"),
+    (tiny_model, "mistral"),
+    *((unlisted_model, n) for n in ("gpt_neo", "mixtral")),
+]
+
+
+@pytest.mark.parametrize(("make", "family"), [*ALONE, (unlisted_model, "deepseek_v3_moe")])
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
-def test_a_row_does_not_depend_on_what_else_is_in_the_step(family: str, cache: str):
+def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: str, cache: str):
     """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt."""
     torch.manual_seed(0)
-    runner = runner_of(tiny_model(family).eval(), cache=cache, step_tokens=300, step_logits=300)
+    runner = runner_of(make(family).eval(), cache=cache, step_tokens=300, step_logits=300)
     prompts = {s: tokens_of(length, s) for s, length in enumerate((150, 7, 40))}
     alone = ByHand(runner)
     for token in prompts[0]:

@@ -121,6 +121,7 @@ def summarise(
             for name, group in streams.items()
         },
         tokens=rounds[0].tokens,
+        where=rounds[0].where,
         rounds=list(rounds),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.base.errors import HastenError
 from hasten.bench.generation.llama import LlamaCpp
-from hasten.bench.generation.names import CONTENDERS, About, Answer, Engine, Spec
+from hasten.bench.generation.names import CONTENDERS, REST, About, Answer, Engine, Spec
 
 
 def open_engine(spec: Spec) -> Engine:
@@ -98,6 +98,9 @@ class Transformers:
             )
         return answers
 
+    def where(self, prompt: list[int], new_tokens: int) -> None:
+        """torch's profiler would take longer than what it shows."""
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -112,13 +115,19 @@ class Hasten:
         from hasten.serve.sampling import SamplingParams
         from hasten.serve.stream import Request
 
-        settings = EngineSettings(draft_tokens=CONTENDERS[spec.contender].draft_tokens)
+        kind = CONTENDERS[spec.contender]
+        settings = EngineSettings(draft_tokens=kind.draft_tokens)
         # Programs are kept on disk by context: one serves all lengths up to the default.
         context_tokens = spec.context_tokens if spec.context_tokens > DEFAULT_CONTEXT_TOKENS else None
         opened: Any = open_hasten(
-            spec.model, settings=settings, weights=spec.weights, context_tokens=context_tokens
+            spec.model,
+            settings=settings,
+            weights=spec.weights,
+            cache=kind.cache,
+            context_tokens=context_tokens,
         )
         self._engine, served = opened
+        self._runner = served.runner
         reason = served.about.ordinary
         self.about = About(
             served.about.weight_bytes, f"runs the model's ordinary forward pass: {reason}" if reason else None
@@ -161,6 +170,21 @@ class Hasten:
             answer.tokens += [int(token) for token in delta.tokens]
             answer.at_s += [now_s] * len(delta.tokens)
             answer.logprobs += [float(sampled.logprob) for sampled in delta.logprobs or ()]
+
+    def where(self, prompt: list[int], new_tokens: int) -> dict[str, dict[str, float]] | None:
+        """See `Engine`. The second answer finds its prompt in the cache of prefixes, so it only decodes."""
+        timed = getattr(self._runner, "timed", None)
+        if timed is None:
+            return None
+        found = {}
+        for stage, tokens in (("prefill", 1), ("decode", new_tokens)):
+            begin = time.perf_counter()
+            with timed() as seconds:
+                self.answer([prompt], tokens, logprobs=False)
+            wall_s = time.perf_counter() - begin
+            seconds[REST] = max(0.0, wall_s - sum(seconds.values()))
+            found[stage] = {name: value / tokens for name, value in seconds.items()}
+        return found
 
     def close(self) -> None:
         """Ends the engine's thread."""

@@ -71,6 +71,9 @@ class LlamaCpp:
                 self._take(answer, row, logprobs)
         return answers
 
+    def where(self, prompt: list[int], new_tokens: int) -> None:
+        """The library does not tell."""
+
     def close(self) -> None:
         """Frees what the library holds."""
         c = self._c

@@ -51,6 +51,10 @@ def run(spec: Spec, emit: Emit) -> dict[str, Any]:
         answers += together
         streams.append(_together(begin, together))
         emit(event="answered", done=len(answers), seconds=streams[-1]["first_token_s"])
+    where = None
+    if spec.where:
+        # A prompt that no cache of prefixes knows: the last one backwards.
+        where = engine.where(spec.prompts[-1][::-1], spec.new_tokens)
     engine.close()
     return {
         "open_s": open_s,
@@ -62,6 +66,7 @@ def run(spec: Spec, emit: Emit) -> dict[str, Any]:
         "logprobs": cold.logprobs,
         "held_weight_bytes": engine.about.weight_bytes,
         "note": engine.about.note,
+        "where": where,
     }
 
 

@@ -20,6 +20,8 @@ class Kind(NamedTuple):
     """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, 4 bits where it has floats."""
     draft_tokens: int = 0
     """Most tokens that are guessed from the prompt at a time."""
+    cache: str = "bfloat16"
+    """Of keys and values, for hasten's engine."""
 
 
 CONTENDERS: dict[str, Kind] = {
@@ -35,10 +37,13 @@ CONTENDERS: dict[str, Kind] = {
     "hasten": Kind(
         "hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"
     ),
+    "hasten-cache8": Kind("hasten, with keys and values in 8 bits", "hasten", "stored", cache="int8"),
     "hasten-draft": Kind("hasten, guessing tokens from the prompt", "hasten", "stored", draft_tokens=8),
 }
 
 DEFAULT = ("eager-bf16", "llama.cpp", "hasten-bf16", "hasten")
+REST = "engine, sampling, text"
+"""What no operation of the program accounts for."""
 BASES = ("eager-bf16", "eager-fp32", "llama.cpp")
 """What ratios are taken against."""
 
@@ -71,6 +76,9 @@ class Spec:
 
     started_at: float
     """`time.time()` just before the process was started."""
+
+    where: bool = False
+    """Also where the time goes, after everything else."""
 
     def dump(self) -> str:
         """As JSON."""
@@ -117,6 +125,11 @@ class Engine(Protocol):
 
         `logprobs` is asked for the cold prompt alone, whose decoding is not timed.
         """
+        ...
+
+    def where(self, prompt: list[int], new_tokens: int) -> dict[str, dict[str, float]] | None:
+        """Seconds by operation of `prefill` (the prompt) and `decode` (one token), `REST` for what is none;
+        None where the engine cannot tell."""
         ...
 
     def close(self) -> None:

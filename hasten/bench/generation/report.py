@@ -82,6 +82,9 @@ class Round(_Frozen):
     held_weight_bytes: int | None = None
     """Of all weights as the contender holds them; null where it does not say."""
     note: str | None = None
+    where: dict[str, dict[str, float]] | None = None
+    """Seconds by operation of `prefill` (a prompt) and of `decode` (a token); null where not asked for, or
+    where the contender cannot tell."""
 
 
 class Contender(_Frozen):
@@ -123,6 +126,8 @@ class Contender(_Frozen):
     streams_gain: dict[str, float | None]
     """By number of streams: its `decode_tokens_per_s` over that of one stream."""
     tokens: list[list[int]]
+    """Of the first round."""
+    where: dict[str, dict[str, float]] | None = None
     """Of the first round."""
     rounds: list[Round]
 

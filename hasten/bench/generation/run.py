@@ -47,6 +47,8 @@ class Settings(NamedTuple):
     data: str = "python-stdlib"
     seed: int = 0
     longest_context: bool = False
+    where: bool = False
+    """Also where hasten's time goes, by operation."""
 
 
 class _Contest(NamedTuple):
@@ -209,6 +211,7 @@ def _spec(contest: _Contest, name: str, **changes: Any) -> Spec:
         "new_tokens": settings.new_tokens,
         "threads": contest.threads,
         "context_tokens": settings.prompt_tokens + settings.new_tokens,
+        "where": settings.where,
     }
     return Spec(**(values | changes), started_at=time.time())
 
@@ -309,7 +312,7 @@ def _report(
             subject.prefill_flops(settings.prompt_tokens),
             # What a contender holds is what it reads, but for a table of embeddings of its own.
             (rounds[0].held_weight_bytes if subject.tied else None) or subject.weight_bytes(weights),
-            subject.cache_bytes(weights, middle),
+            subject.cache_bytes(weights, middle, CONTENDERS[name].cache),
         )
         text = subject.tokenizer.decode(rounds[0].tokens[0])
         contenders[name] = compare.summarise(

@@ -15,8 +15,6 @@ from hasten.train.data import load_tokens
 
 BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.5, "int4": 4.0}
 """Bits of a weight: 8 bits with an fp16 scale for 32 of them, and the budget of 4 bits all in."""
-_CACHE_VALUE_BYTES = {"float32": 4}
-_OTHER_CACHE_VALUE_BYTES = 2
 
 
 class Layer(NamedTuple):
@@ -48,9 +46,9 @@ class Subject(NamedTuple):
         """Keys and values that a step reads with `tokens` in the cache."""
         return sum(layer.values * min(tokens, layer.window or tokens) for layer in self.layers)
 
-    def cache_bytes(self, weights: str, tokens: int) -> int:
-        """The same in bytes: fp32 with weights in fp32, else two bytes a value."""
-        return self.cache_values(tokens) * _CACHE_VALUE_BYTES.get(weights, _OTHER_CACHE_VALUE_BYTES)
+    def cache_bytes(self, weights: str, tokens: int, cache: str = "bfloat16") -> int:
+        """The same in bytes: one a value in int8 (scales not counted), four beside fp32 weights, else two."""
+        return self.cache_values(tokens) * (1 if cache == "int8" else 4 if weights == "float32" else 2)
 
     def weight_bytes(self, weights: str) -> int:
         """What a step reads of the weights: every matrix once, an untied table of embeddings not."""

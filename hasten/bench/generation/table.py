@@ -40,6 +40,9 @@ def render(report: GenerateReport) -> RenderableType:
     parts += [Text(f"{name} failed: {reason}", style="red") for name, reason in report.failed.items()]
     parts += [Text(line) for line in lines(report)]
     for name, contender in report.contenders.items():
+        if contender.where is not None:
+            parts.append(_where_table(name, contender.where))
+    for name, contender in report.contenders.items():
         if contender.text is not None:
             parts.append(Text(f"\n{name} answers:", style="bold"))
             parts.append(Text(contender.text[:_SHOWN_TEXT]))
@@ -137,6 +140,20 @@ def _streams_table(report: GenerateReport) -> Table:
                 f"{group.last_first_token_s:.2f} s",
                 f"{group.peak_rss_bytes / 1e9:.2f} GB",
             )
+    return table
+
+
+def _where_table(name: str, where: dict[str, dict[str, float]]) -> Table:
+    """Milliseconds by operation, those that take most of a decoded token first."""
+    table = _new_table(Text(f"{name}: where the time goes, ms"), ("", "prompt", "share", "token", "share"))
+    prompt, token = where["prefill"], where["decode"]
+    names = sorted(prompt | token, key=lambda operation: -token.get(operation, 0.0))
+    for operation in names:
+        cells = []
+        for stage in (prompt, token):
+            took = stage.get(operation, 0.0)
+            cells += [f"{took * 1e3:.2f}", f"{took / sum(stage.values()):.1%}"]
+        table.add_row(operation, *cells)
     return table
 
 

@@ -40,17 +40,23 @@ inline VH narrow_fast(VF v) {
 }
 #endif
 
-template <class Unit, int MR, int NV>
-HASTEN_BF16_TARGET inline
-    __attribute__((always_inline)) void gemm_block(int64_t K, const uint32_t* A, int64_t a_m, int64_t a_k,
-                                                   const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
-                                                   bool add) {
+// With `FETCH` the words of `next` that lie as those of B are brought into the second-level cache, one line
+// for each that is read: a burst of fetches would fill the core's few slots for misses and stop it.
+template <class Unit, int MR, int NV, bool FETCH = false>
+HASTEN_BF16_TARGET inline __attribute__((always_inline)) void gemm_block(int64_t K, const uint32_t* A,
+                                                                         int64_t a_m, int64_t a_k,
+                                                                         const uint32_t* B, int64_t ldb,
+                                                                         float* C, int64_t ldc, bool add,
+                                                                         const uint32_t* next = nullptr) {
     VF acc[MR][NV];
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NV; n++) acc[m][n] = VF{};
     for (int64_t k = 0; k < K; k++) {
         VU b[NV];
-        for (int n = 0; n < NV; n++) std::memcpy(&b[n], B + k * ldb + n * W, sizeof(VU));
+        for (int n = 0; n < NV; n++) {
+            std::memcpy(&b[n], B + k * ldb + n * W, sizeof(VU));
+            if (FETCH && (W == 16 || n % 2 == 0)) __builtin_prefetch(next + k * ldb + n * W, 0, 2);
+        }
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
@@ -66,14 +72,26 @@ HASTEN_BF16_TARGET inline
         }
 }
 
-template <class Unit, int NV>
+template <class Unit, int NV, bool FETCH>
 HASTEN_BF16_TARGET inline void gemm_panel(int64_t M, int64_t K, const uint32_t* A, int64_t a_m, int64_t a_k,
-                                          const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add) {
-    // 6 x 4 accumulators, 4 of B and one of A fill 32 registers; with 16, 6 x 2 do.
+                                          const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add,
+                                          const uint32_t* next) {
+    // 6 x 4 accumulators, 4 of B and one of A fill 32 registers; with 16, 6 x 2 do. The first rows fetch.
     int64_t m = 0;
+    if (FETCH && M >= 6) {
+        gemm_block<Unit, 6, NV, FETCH>(K, A, a_m, a_k, B, ldb, C, ldc, add, next);
+        m = 6;
+    }
     for (; m + 6 <= M; m += 6)
         gemm_block<Unit, 6, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
     // What is left in as few passes over B as can be: a tile of a decoder has 3 or 4 rows.
+    if (FETCH && m == 0) {
+        if (M == 1) return gemm_block<Unit, 1, NV, FETCH>(K, A, a_m, a_k, B, ldb, C, ldc, add, next);
+        if (M == 2) return gemm_block<Unit, 2, NV, FETCH>(K, A, a_m, a_k, B, ldb, C, ldc, add, next);
+        if (M == 3) return gemm_block<Unit, 3, NV, FETCH>(K, A, a_m, a_k, B, ldb, C, ldc, add, next);
+        gemm_block<Unit, 4, NV, FETCH>(K, A, a_m, a_k, B, ldb, C, ldc, add, next);
+        m = 4;
+    }
     if (m + 4 <= M) {
         gemm_block<Unit, 4, NV>(K, A + m * a_m, a_m, a_k, B, ldb, C + m * ldc, ldc, add);
         m += 4;
@@ -84,16 +102,20 @@ HASTEN_BF16_TARGET inline void gemm_panel(int64_t M, int64_t K, const uint32_t* 
 }
 
 // N is a multiple of W. K counts units.
-template <class Unit>
+template <class Unit, bool FETCH = false>
 HASTEN_BF16_TARGET void gemm(int64_t M, int64_t N, int64_t K, const uint32_t* A, int64_t a_m, int64_t a_k,
-                             const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add) {
+                             const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add,
+                             const uint32_t* next = nullptr) {
     constexpr int NV = W == 16 ? 4 : 2;
+    const auto ahead = [next](int64_t n) { return FETCH ? next + n : nullptr; };
     int64_t n = 0;
-    for (; n + NV * W <= N; n += NV * W) gemm_panel<Unit, NV>(M, K, A, a_m, a_k, B + n, ldb, C + n, ldc, add);
+    for (; n + NV * W <= N; n += NV * W)
+        gemm_panel<Unit, NV, FETCH>(M, K, A, a_m, a_k, B + n, ldb, C + n, ldc, add, ahead(n));
     if constexpr (NV == 4)
         for (; n + 2 * W <= N; n += 2 * W)
-            gemm_panel<Unit, 2>(M, K, A, a_m, a_k, B + n, ldb, C + n, ldc, add);
-    for (; n + W <= N; n += W) gemm_panel<Unit, 1>(M, K, A, a_m, a_k, B + n, ldb, C + n, ldc, add);
+            gemm_panel<Unit, 2, FETCH>(M, K, A, a_m, a_k, B + n, ldb, C + n, ldc, add, ahead(n));
+    for (; n + W <= N; n += W)
+        gemm_panel<Unit, 1, FETCH>(M, K, A, a_m, a_k, B + n, ldb, C + n, ldc, add, ahead(n));
 }
 
 }  // namespace

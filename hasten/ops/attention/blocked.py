@@ -122,11 +122,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     if options.sinks is not None:
         lse.copy_(options.sinks[None, :, None].expand_as(lse))
     finite = all_finite(v)
+    calm = all_finite(q) and all_finite(k)
     scratch = _Scratch(q.device)
     for tile in _tiles(the_plan, q, k):
         k_NKD, v_NKD = _keys(tile.of(k), narrow), _keys(tile.of(v), narrow)
         for block in reversed(tile.blocks):
-            s, _ = _scores(q, k_NKD, wide, tile, block, options, scratch)
+            s, _ = _scores(q, k_NKD, wide, tile, block, options, calm, scratch)
             p, lse_rows = _softmax(s, tile, block, options)
             tile.rows_of(lse[..., None], block).copy_(lse_rows[..., None])
             weights = p if narrow == wide else scratch.take("product", narrow, *p.shape).copy_(p)
@@ -182,9 +183,9 @@ def backward(
             keys = slice(block.k0, block.k1)
             visible, slope = None, None
             if k_ones is not None:
-                p = _probabilities(q, k_ones, lse, tile, block, options, scratch)
+                p = _probabilities(q, k_ones, lse, tile, block, options, finite, scratch)
             else:
-                s, slope = _scores(q, k_NKD, wide, tile, block, options, scratch)
+                s, slope = _scores(q, k_NKD, wide, tile, block, options, finite, scratch)
                 p = _softmax_again(s, lse, tile, block, options)
             if not finite:
                 visible = _visible(tile, block, options, q.device)
@@ -273,7 +274,14 @@ def _score_is_product(options: Options) -> bool:
 
 
 def _probabilities(
-    q: Tensor, k_ones: Tensor, lse: Tensor, tile: _Tile, block: Block, options: Options, scratch: _Scratch
+    q: Tensor,
+    k_ones: Tensor,
+    lse: Tensor,
+    tile: _Tile,
+    block: Block,
+    options: Options,
+    calm: bool,
+    scratch: _Scratch,
 ) -> Tensor:
     """exp(scale q.k - lse) [N, G * R, K] in the narrow dtype, without a score in float32.
 
@@ -295,9 +303,7 @@ def _probabilities(
     p.baddbmm_(rows, keys, beta=0, alpha=options.scale)
     low = scratch.take("low", narrow, *p.shape).copy_(p)
     low.baddbmm_(rows, keys, beta=-1, alpha=options.scale)
-    if block.hidden is not None:
-        p_heads = p.view(*tile.heads(block), -1)
-        p_heads[..., block.c0 : block.c1].masked_fill_(block.hidden.to(q.device), -math.inf)
+    _hide(p.view(*tile.heads(block), -1), block, calm)
     p.exp_()
     return p.addcmul_(p, low)
 
@@ -318,6 +324,7 @@ def _scores(
     tile: _Tile,
     block: Block,
     options: Options,
+    calm: bool,
     scratch: _Scratch,
 ) -> tuple[Tensor, Tensor | None]:
     """The final scores [N, G * R, K], -inf where hidden, and the soft-cap's derivative (None without one)."""
@@ -351,9 +358,24 @@ def _scores(
             s_heads.masked_fill_(~bias, -math.inf)
         else:
             s_heads += bias
-    if block.hidden is not None:
-        s_heads[..., block.c0 : block.c1].masked_fill_(block.hidden.to(q.device), -math.inf)
+    floating = options.bias is not None and options.bias.is_floating_point()
+    _hide(s_heads, block, calm and not floating)
     return s, slope
+
+
+def _hide(s: Tensor, block: Block, calm: bool) -> None:
+    """Sets the scores [nb, nh, G, R, K] of hidden keys to -inf; `calm` says that no score is NaN.
+
+    A minimum does what a masked fill does in a fifth of its time (AVX-512: 25 us against 200 us for 275,000
+    float32, 29 us against 143 us in bf16), but keeps NaN.
+    """
+    if block.hidden is None:
+        return
+    part = s[..., block.c0 : block.c1]
+    if calm and s.device.type == "cpu":
+        torch.minimum(part, block.limit(s.dtype), out=part)
+    else:
+        part.masked_fill_(block.hidden.to(s.device), -math.inf)
 
 
 def _softmax(s: Tensor, tile: _Tile, block: Block, options: Options) -> tuple[Tensor, Tensor]:
@@ -424,4 +446,5 @@ def _visible(tile: _Tile, block: Block, options: Options, device: torch.device) 
 def all_finite(x: Tensor) -> bool:
     """No NaN and no infinity in x."""
     # A sum is the cheapest witness; one that overflows takes the careful way for nothing, which is harmless.
-    return math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
+    # Only float16 is widened: bfloat16 has float32's range, and torch widens by a copy.
+    return math.isfinite(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None).item())

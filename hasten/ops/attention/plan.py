@@ -8,7 +8,8 @@ block carries a mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -31,6 +32,7 @@ class Block:
         hidden: bool [q1 - q0, c1 - c0], True where the row does not see the key; None where all rows see all.
         c0, c1: the key columns, counted from k0, that `hidden` covers.
         empty_rows: some row of the block sees no key at all.
+        limits: what `limit` has made, by dtype.
     """
 
     q0: int
@@ -41,6 +43,16 @@ class Block:
     c0: int
     c1: int
     empty_rows: bool
+    limits: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def limit(self, dtype: torch.dtype) -> Tensor:
+        """[q1 - q0, c1 - c0]: -inf where hidden, else inf: for a minimum; only if keys are hidden."""
+        made = self.limits.get(dtype)
+        if made is None:
+            assert self.hidden is not None
+            made = torch.full(self.hidden.shape, math.inf, dtype=dtype).masked_fill_(self.hidden, -math.inf)
+            self.limits[dtype] = made
+        return made
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ constexpr int64_t BLOCK_TOKENS = 32;
 // Where each sequence has one row, its keys are shared out in parts of so many blocks.
 constexpr int64_t PART_BLOCKS = 4;
 
-// In the order of `OPCODES` in __init__.py.
+// In the order of `OPCODES` in serve/program.py.
 enum class Op : int64_t {
     embed,    // dst = row `token` of the matrix * f[0]
     norm,     // dst = norm(a [n0, n1]) * (b + f[1]) [+ c]; i[0]: 0 RMS, 1 layer; f[0] = eps
@@ -23,10 +23,17 @@ enum class Op : int64_t {
     store,    // a [n0, n1] and b [n0, i[1]] become the key and the value of the row in cache layer i[0]
     attend,   // dst [n0, i[1]] = attention of a [n0, n1] over cache layer i[0]; see attention.h
     merge,    // joins what `attend` left in parts; the same fields
-    binary,   // dst [n0, n1] = a (i[0]) b: 0 add, 1 subtract, 2 multiply, 3 divide
-    unary,    // dst [n0, n1] = kind(a * f[0] + f[1]); i[0] = kind, -1 none
+    binary,   // dst [n0, n1] = a (i[0]) b; i[0]: the place in `BINARY` of reference.py
+    unary,    // dst [n0, n1] = kind(a * f[0] + f[1]); i[0] = kind, -1 none, from 32 on `FUNCTIONS`
     gated,    // dst [n0, n1] = kind(a) * b; i[0] = kind
     select,   // row l of dst = row wanted[l] of a
+    where,    // dst [n0, n1] = a is not 0 ? b : c
+    reduce,   // dst [n0] = f[0] * (i[0]) over n1 of a [n0, n1]: 0 sum, 1 largest, 2 smallest
+    softmax,  // dst [n0, n1] = softmax over n1 of a
+    places,   // dst [n0, i[0]] = places of the largest (i[1] = 0: smallest) of a [n0, n1], in falling order
+    gather,   // dst [n0, n1] = a [n0, b]; b [n0, n1] are places
+    scatter,  // dst [n0, a] = b; a, b [n0, n1]: places and values
+    experts,  // dst [n0, i[0]] = a [n0, n1] times the matrix of expert b [n0] of i[1], plus its bias
 };
 
 // Element (row, i, j) lies at base + row * row_stride + i * s0 + j * s1; `by` says what counts as the row.
@@ -83,5 +90,17 @@ struct Program {
     void* prepared;  // by `prepare`, for all threads
     float* partial;  // of attention in parts
 };
+
+// Instructions along the numbers of one row (cpu_along.cpp).
+void program_along(const Step& s, const Instruction& in, int64_t row);
+// `unary` with one of `FUNCTIONS`: y[j] = function(x[j * stride] * factor + added) for n values.
+void program_function(int64_t function, const float* x, int64_t stride, float factor, float added, int64_t n,
+                      float* y);
+
+// Products with the matrices of experts (cpu_experts.cpp): a unit is a panel of one that a row has chosen.
+int64_t experts_units(const Program& p, const Step& s, const Instruction& in);
+int64_t experts_scratch(const Program& p, const Step& s, const Instruction& in);
+void experts_run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
+                 void* scratch);
 
 }  // namespace hasten

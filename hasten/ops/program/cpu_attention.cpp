@@ -66,7 +66,8 @@ inline float put_bytes(const float* x, int64_t stride, int64_t n, int8_t* to, in
     return scale;
 }
 
-// Bytes as bf16, exactly; `n` a multiple of 16.
+// Bytes as bf16, exactly; `n` a multiple of 32.
+template <class Unit>
 inline void widen_bytes(const int8_t* from, uint32_t* to, int64_t n) {
     typedef int8_t B __attribute__((vector_size(W)));
     for (int64_t i = 0; i < n; i += W) {
@@ -76,6 +77,19 @@ inline void widen_bytes(const int8_t* from, uint32_t* to, int64_t n) {
         store_half((uint16_t*)to + i, narrow_bits((VU)wide >> 16));
     }
 }
+
+#if defined(__AVX512F__)
+template <>
+HASTEN_BF16_TARGET inline void widen_bytes<PairBF16>(const int8_t* from, uint32_t* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += 32) {
+        const auto wide = [](const int8_t* at) {
+            return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+        };
+        const __m512 low = wide(from + i), high = wide(from + i + 16);
+        _mm512_storeu_si512((uint16_t*)to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+#endif
 
 void store(const Program& p, const Step& s, const Instruction& in, int64_t row) {
     const CacheLayer& c = p.layers[in.i[0]];
@@ -113,9 +127,9 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
     }
 }
 
-// Brings words into the second-level cache.
-inline void fetch(const uint32_t* p, int64_t words) {
-    for (int64_t i = 0; i < words; i += 16) __builtin_prefetch(p + i, 0, 2);
+// Brings bytes into the second-level cache.
+inline void fetch(const int8_t* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // One tile of queries of one KV head over one part of its keys.
@@ -208,6 +222,18 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
     if (parts > 1) std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
     const VI lane = lane_numbers();
+    // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or one of the first
+    // of the tile that this thread works on next.
+    struct Next {
+        uint32_t* block;  // null: none
+        int64_t head;
+    };
+    const auto following = [&](int64_t block, int64_t i) -> Next {
+        const bool own = block + 2 < t.end;
+        const Tile& of = own ? t : after;
+        const int64_t index = own ? block + 2 : after.begin + i;
+        return {index < of.end ? block_of(c, s, of.sequence, index) : nullptr, of.head};
+    };
     // Two blocks at a time: what a row costs beside its products counts once for 64 keys. Pairs and parts
     // begin at the same keys for every row, whatever its window and whatever shares its tile.
     for (int64_t b = t.begin / 2 * 2; b < t.end; b += 2) {
@@ -217,23 +243,18 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             const uint32_t* K = block + t.head * c.d_units * T;
             if constexpr (BYTES) {
                 const Bytes bytes(c, block, t.head);
-                widen_bytes(bytes.k, widened, 2 * c.d_units * T);
+                widen_bytes<Unit>(bytes.k, widened, 2 * c.d_units * T);
                 std::memcpy(k_scales + i * T, bytes.k_scale, T * 4);
                 std::memcpy(v_scales + i * T, bytes.v_scale, T * 4);
                 K = widened;
             }
-            gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
-            // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or the
-            // first of the tile that this thread works on next.
-            if (!BYTES) {
-                const bool own = b + i + 2 < t.end;
-                const Tile& of = own ? t : after;
-                const int64_t index = own ? b + i + 2 : after.begin + i;
-                if (index < of.end) {
-                    const uint32_t* next = block_of(c, s, of.sequence, index);
-                    fetch(next + of.head * c.d_units * T, c.d_units * T);
-                    fetch(next + c.heads * c.d_units * T + of.head * P_UNITS * c.dv_pad, P_UNITS * c.dv_pad);
-                }
+            const Next next = following(b + i, i);
+            if (BYTES || !next.block) {
+                if (next.block) fetch(Bytes(c, next.block, next.head).k, 2 * c.d_units * T);
+                gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
+            } else {
+                gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false,
+                                 next.block + next.head * c.d_units * T);
             }
         }
         const int64_t keys = pair * T;
@@ -292,11 +313,19 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             uint32_t* block = block_of(c, s, t.sequence, b + i);
             const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
             if constexpr (BYTES) {
-                widen_bytes(Bytes(c, block, t.head).v, widened, T * c.dv_pad);
+                widen_bytes<Unit>(Bytes(c, block, t.head).v, widened, T * c.dv_pad);
                 V = widened;
             }
-            gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o, c.dv_pad,
-                       true);
+            const Next next = following(b + i, i);
+            if (BYTES || !next.block) {
+                if (next.block) fetch(Bytes(c, next.block, next.head).v, T * c.dv_pad);
+                gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
+                           c.dv_pad, true);
+            } else {
+                const uint32_t* ahead = next.block + c.heads * c.d_units * T + next.head * P_UNITS * c.dv_pad;
+                gemm<Unit, true>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
+                                 c.dv_pad, true, ahead);
+            }
         }
         if (parts > 1 && ((b + 2) % PART_BLOCKS == 0 || b + 2 >= t.end)) {
             for (int64_t m = 0; m < t.M; m++) {

@@ -10,6 +10,9 @@
 namespace hasten {
 namespace {
 
+// Kinds from here on are functions.
+constexpr int64_t FUNCTION = 32;
+
 inline float* element(const Operand& o, const Step& s, int64_t row, int64_t i) {
     const int64_t at = o.by == 0 ? row : o.by == 1 ? s.positions[row] : 0;
     return o.base + at * o.row_stride + i * o.s0;
@@ -89,16 +92,42 @@ void binary(const Instruction& in, const Step& s, int64_t row, float* scratch) {
             return combine(in, s, row, scratch, [](VF a, VF b) { return a - b; });
         case 2:
             return combine(in, s, row, scratch, [](VF a, VF b) { return a * b; });
-        default:
+        case 3:
             return combine(in, s, row, scratch, [](VF a, VF b) { return a / b; });
+        case 4:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return (a > b) | (a != a) ? a : b; });
+        case 5:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return (a < b) | (a != a) ? a : b; });
+        case 6:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return a > b ? splat(1) : VF{}; });
+        case 7:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return a >= b ? splat(1) : VF{}; });
+        case 8:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return a < b ? splat(1) : VF{}; });
+        case 9:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return a <= b ? splat(1) : VF{}; });
+        case 10:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return a == b ? splat(1) : VF{}; });
+        case 11:
+            return combine(in, s, row, scratch, [](VF a, VF b) { return a != b ? splat(1) : VF{}; });
+        default:
+            return combine(in, s, row, scratch, [](VF a, VF b) {
+                for (int i = 0; i < W; i++) a[i] = std::pow(a[i], b[i]);
+                return a;
+            });
     }
 }
 
 void unary(const Instruction& in, const Step& s, int64_t row, float* scratch) {
     const float factor = float(in.f[0]), added = float(in.f[1]);
     for (int64_t i = 0; i < in.n0; i++) {
-        const float* a = along(element(in.a, s, row, i), in.a.s1, in.n1, scratch);
         float* y = element(in.dst, s, row, i);
+        if (in.i[0] >= FUNCTION) {
+            const float* x = element(in.a, s, row, i);
+            program_function(in.i[0] - FUNCTION, x, in.a.s1, factor, added, in.n1, y);
+            continue;
+        }
+        const float* a = along(element(in.a, s, row, i), in.a.s1, in.n1, scratch);
         if (in.i[0] < 0) {
             each_vector(
                 in.n1, [&](int64_t j, auto lanes) { put(y + j, get(a + j, lanes) * factor + added, lanes); });
@@ -133,6 +162,7 @@ PanelProduct product(const Program& p, const Step& s, const Instruction& in) {
 
 int64_t units(const Program& p, const Step& s, const Instruction& in) {
     const int64_t rows = in.selected ? s.wanted_rows : s.rows;
+    if (in.op == Op::experts) return experts_units(p, s, in);
     if (in.op == Op::linear) return rows ? (p.matrices[in.matrix].N + 15) / 16 : 0;
     if (in.op == Op::prepare) return rows <= p.few ? 0 : rows;
     return rows;
@@ -154,6 +184,7 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
         return p.kernels->panel_scratch_bytes(q) + (q.M <= p.few ? p.kernels->panel_prepared_bytes(q) : 0) +
                128;
     }
+    if (in.op == Op::experts) return experts_scratch(p, s, in);
     return 2 * in.n1 * 4 + 128;
 }
 
@@ -170,6 +201,7 @@ void run(const Program& p, const Step& s, const Instruction& in, int64_t first, 
         }
         return p.kernels->panel_product(q, first, count, memory.take(p.kernels->panel_scratch_bytes(q)));
     }
+    if (in.op == Op::experts) return experts_run(p, s, in, first, count, scratch);
     if (in.op == Op::prepare) {
         PanelProduct q = product(p, s, in);
         q.prepared = p.prepared;
@@ -208,6 +240,7 @@ void run(const Program& p, const Step& s, const Instruction& in, int64_t first, 
                             size_t(in.n1) * 4);
                 break;
             default:
+                program_along(s, in, row);
                 break;
         }
 }

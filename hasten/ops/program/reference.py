@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,24 @@ from hasten.ops.activation.reference import activation
 
 KINDS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "sigmoid", "tanh")
 """Codes of activations in instructions; -1 is none."""
+
+FUNCTION = 32
+"""Code of the first of `FUNCTIONS`, where an activation's could be."""
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "square": torch.square, "abs": torch.abs,
+    "trunc": torch.trunc, "floor": torch.floor, "softplus": torch.nn.functional.softplus,
+}  # fmt: skip
+FUNCTIONS = tuple(_FUNCTIONS)
+
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add, "subtract": torch.sub, "multiply": torch.mul, "divide": torch.div,
+    "maximum": torch.maximum, "minimum": torch.minimum, "greater": torch.gt, "greater_equal": torch.ge,
+    "less": torch.lt, "less_equal": torch.le, "equal": torch.eq, "not_equal": torch.ne, "power": torch.pow,
+}  # fmt: skip
+BINARY = tuple(_BINARY)
+"""Codes of operators of two numbers; comparisons give 1 and 0."""
 
 
 def run(
@@ -132,12 +150,17 @@ class _Run:
 
     def _binary(self, one: Any) -> None:
         a, b = self._view(one.a, one.n0, one.n1), self._view(one.b, one.n0, one.n1)
-        function = (torch.add, torch.sub, torch.mul, torch.div)[one.ints[0]]
-        self._view(one.dst, one.n0, one.n1)[:] = function(a, b)
+        self._view(one.dst, one.n0, one.n1)[:] = _BINARY[BINARY[one.ints[0]]](a, b)
+
+    def _where(self, one: Any) -> None:
+        condition, a, b = (self._view(ref, one.n0, one.n1) for ref in (one.a, one.b, one.c))
+        self._view(one.dst, one.n0, one.n1)[:] = torch.where(condition != 0, a, b)
 
     def _unary(self, one: Any) -> None:
         y = self._view(one.a, one.n0, one.n1) * one.floats[0] + one.floats[1]
-        if one.ints[0] >= 0:
+        if one.ints[0] >= FUNCTION:
+            y = _FUNCTIONS[FUNCTIONS[one.ints[0] - FUNCTION]](y)
+        elif one.ints[0] >= 0:
             y = activation(y, KINDS[one.ints[0]])
         self._view(one.dst, one.n0, one.n1)[:] = y
 
@@ -147,3 +170,38 @@ class _Run:
 
     def _select(self, one: Any) -> None:
         self._view(one.dst, 1, one.n1)[:] = self._view(one.a, 1, one.n1)
+
+    def _reduce(self, one: Any) -> None:
+        x = self._view(one.a, one.n0, one.n1)
+        y = (x.sum(-1), x.amax(-1), x.amin(-1))[one.ints[0]] * one.floats[0]
+        self._view(one.dst, one.n0, 1)[..., 0] = y
+
+    def _softmax(self, one: Any) -> None:
+        self._view(one.dst, one.n0, one.n1)[:] = self._view(one.a, one.n0, one.n1).softmax(-1)
+
+    def _places(self, one: Any) -> None:
+        count, largest = one.ints
+        x = self._view(one.a, one.n0, one.n1)
+        order = x.sort(dim=-1, descending=bool(largest), stable=True).indices
+        self._view(one.dst, one.n0, count)[:] = order[..., :count].to(self.dtype)
+
+    def _gather(self, one: Any) -> None:
+        places = self._view(one.b, one.n0, one.n1).long()
+        x = self._view(one.a, one.n0, int(places.max()) + 1)
+        self._view(one.dst, one.n0, one.n1)[:] = x.gather(-1, places)
+
+    def _scatter(self, one: Any) -> None:
+        places = self._view(one.a, one.n0, one.n1).long()
+        to = self._view(one.dst, one.n0, int(places.max()) + 1)
+        to.scatter_(-1, places, self._view(one.b, one.n0, one.n1))
+
+    def _experts(self, one: Any) -> None:
+        N, E = one.ints
+        x = self._view(one.a, one.n0, one.n1)
+        chosen = self._view(one.b, 1, one.n0)[:, 0].long()
+        stack = self.matrices[one.matrix].view(E, -1, one.n1)[:, :N]
+        y = torch.einsum("tsk,tsnk->tsn", x, stack[chosen])
+        bias = self.program.matrices[one.matrix].bias
+        if bias >= 0:
+            y = y + self.program.vectors[bias].to(self.dtype).view(E, N)[chosen]
+        self._view(one.dst, one.n0, N)[:] = y

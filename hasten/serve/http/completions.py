@@ -48,20 +48,28 @@ async def _start(state: State, model: TextModel, body: CompletionBody, http: Htt
         if not tokens:
             raise bad_request(f"{where} is empty", where)
         check_tokens(model, tokens, where)
+        # Log-probabilities of the prompt come with a token, which is left out if none is wanted.
+        scored = bool(body.echo) and top is not None
         max_tokens = room(
             model, len(tokens), body.max_tokens, _DEFAULT_TOKENS, "max_tokens" if body.max_tokens else where
         )
         echoes.append(
             (prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)) if body.echo else ""
         )
-        if max_tokens:
-            params = sampling(model, body, max_tokens=max_tokens, logprobs=top)
+        if max_tokens or scored:
+            params = sampling(
+                model,
+                body,
+                max_tokens=max_tokens or 1,
+                logprobs=top,
+                prompt_logprobs=top if scored else None,
+            )
             requests.append(Request(prompt_tokens=tokens, params=params, request_id=http.state.request_id))
         else:
             requests.append(Request(prompt_tokens=tokens))
-    generation = Generation(state, model, requests) if body.max_tokens != 0 else None
-    prompt_tokens = sum(len(request.prompt_tokens) for request in requests)
-    return _Answer(body, model, generation, echoes, prompt_tokens)
+    runs = body.max_tokens != 0 or (body.echo and top is not None)
+    generation = Generation(state, model, requests) if runs else None
+    return _Answer(body, model, generation, echoes, [list(request.prompt_tokens) for request in requests])
 
 
 @dataclass
@@ -81,7 +89,8 @@ class _Choice:
 
 
 class _Answer:
-    """`generation` is None where only the prompt is wanted back (`max_tokens: 0` with `echo`)."""
+    """`generation` is None where only the prompt is wanted back (`max_tokens: 0` with `echo`) and nothing is
+    to be said of it."""
 
     def __init__(
         self,
@@ -89,15 +98,13 @@ class _Answer:
         model: TextModel,
         generation: Generation | None,
         echoes: list[str],
-        prompt_tokens: int,
+        prompts: list[list[int]],
     ) -> None:
-        self._body, self._generation, self._prompt_tokens = body, generation, prompt_tokens
+        self._body, self._generation, self._prompts = body, generation, prompts
         self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
         top = body.logprobs
         self._logprobs = (
-            None
-            if top is None
-            else [CompletionLogprobs(model.bytes_of, top, len(echo)) for echo in self._echoes]
+            None if top is None else [CompletionLogprobs(model.bytes_of, top) for _ in self._echoes]
         )
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -145,19 +152,26 @@ class _Answer:
 
     async def _steps(self) -> AsyncGenerator[tuple[int, str, dict[str, list[Any]] | None, str | None]]:
         """Choice number, new text, its log-probabilities, and the finish reason once."""
+        scored = bool(self._body.echo) and self._logprobs is not None
         for number, echo in enumerate(self._echoes):
-            if echo or self._generation is None:
+            if not scored and (echo or self._generation is None):
                 yield number, echo, None, "length" if self._generation is None else None
         if self._generation is None:
             return
         async with aclosing(self._generation.deltas()) as deltas:
             async for number, delta in deltas:
-                logprobs = (
-                    self._logprobs[number](delta.logprobs) if self._logprobs and delta.logprobs else None
-                )
+                lists = self._logprobs[number] if self._logprobs else None
+                if scored and lists and delta.prompt_logprobs is not None:
+                    prompt = self._prompts[number // (self._body.n or 1)]
+                    only = self._body.max_tokens == 0
+                    said = lists.prompt(prompt[0], delta.prompt_logprobs, self._echoes[number])
+                    yield number, self._echoes[number], said, "length" if only else None
+                if self._body.max_tokens == 0:
+                    continue
+                logprobs = lists(delta.logprobs) if lists and delta.logprobs else None
                 yield number, delta.text, logprobs, delta.finish_reason
 
     def _usage(self) -> dict[str, Any]:
-        if self._generation is None:
-            return usage_object(self._prompt_tokens, 0, 0)
+        if self._generation is None or self._body.max_tokens == 0:
+            return usage_object(sum(len(prompt) for prompt in self._prompts), 0, 0)
         return self._generation.usage()

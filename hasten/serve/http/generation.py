@@ -63,6 +63,7 @@ def sampling(
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     grammar: Any = None,
 ) -> SamplingParams:
     """The request's sampling settings over the model's own."""
@@ -86,6 +87,7 @@ def sampling(
             stop=tuple(body.stop),
             stop_tokens=tuple(body.stop_token_ids or ()),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             **given,
         )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hasten.serve.sampling import Sampled
+from hasten.serve.sampling import Sampled
 
 # JSON has no infinity; this is what OpenAI gives for a token that cannot come.
 _LEAST = -9999.0
@@ -35,9 +34,21 @@ class CompletionLogprobs:
     """`choices[].logprobs` of completions: four parallel lists. One object for each choice, since
     `text_offset` counts on from where the last piece ended."""
 
-    def __init__(self, bytes_of: Callable[[int], bytes], top: int, offset: int = 0) -> None:
-        self._bytes_of, self._top, self._offset = bytes_of, top, offset
+    def __init__(self, bytes_of: Callable[[int], bytes], top: int) -> None:
+        self._bytes_of, self._top, self._offset = bytes_of, top, 0
         self._reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def prompt(self, first: int, others: Sequence[Sampled], echo: str) -> dict[str, Any]:
+        """The lists of an echoed prompt; nothing says how likely its first token was, which may be a mark of
+        the tokenizer's own that is not in the text.
+        """
+        lists = self([Sampled(first)])
+        lists["token_logprobs"] = lists["top_logprobs"] = [None]
+        if not echo.startswith(lists["tokens"][0]):
+            self._offset = 0
+        for name, values in self(others).items():
+            lists[name] = lists[name] + values
+        return lists
 
     def __call__(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
         lists: dict[str, list[Any]] = {

@@ -285,11 +285,6 @@ class CompletionBody(GenerationBody):
             raise bad_request("best_of: candidates are not ranked here; give n alone", "best_of")
         if self.suffix:
             raise bad_request("suffix: text cannot be inserted between two texts here", "suffix")
-        if self.echo and self.logprobs is not None:
-            raise bad_request(
-                "echo together with logprobs: log-probabilities of the prompt are not computed here",
-                "logprobs",
-            )
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens: 0 needs echo: true", "max_tokens")
         if self.response_format is not None and self.response_format.type != "text":
