@@ -126,6 +126,14 @@ def machine(row: Row) -> Cluster:
         changes["across"] = {
             "bandwidth": {"value": across * 1e9 / 8, "source": "the row", "confidence": "given"}
         }
+    if "JeanZay" in (row.get("source") or ""):
+        changes["inside"] = {
+            "bandwidth": {
+                "value": 4 * 25e9,
+                "source": "4 NVLink3 between two devices, BLOOM (arXiv 2211.05100) section 3.4",
+                "confidence": "secondary",
+            }
+        }
     return overridden(base, changes, f"row {row.get('id')}")
 
 
@@ -255,7 +263,9 @@ def case(file: str, row: Row) -> Case:
         )
         and tp > 1,
         gradient_bytes=2 if precision == "fp16" and not modern and not sharded else 0,
+        reduce_whole=zero == 1 and "BigScience" in source,
         gathers_per_layer=12 if zero == 3 and not sharded and not modern else 1,
+        dispatch="tokens" if "Megatron-Bridge" in source else "pairs",
         fused_loss="torchtitan" in source and "2025" in source,
         fused_accumulation=modern,
         adapters="LoRA" in (row.get("locator") or ""),

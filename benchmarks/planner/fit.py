@@ -39,19 +39,20 @@ BOUNDS = {
     "matmul_fp8": (0.3, 0.9),
     "depth": (1.0, 1500.0),
     "tall": (1.0, 1500.0),
-    "memory": (0.3, 0.95),
+    "memory": (0.3, 0.9),
     "flash": (0.2, 0.85),
     "flash_backward": (0.5, 1.0),
     "flash_narrow": (0.4, 1.0),
     "batched": (0.1, 0.9),
     "batched_narrow": (4.0, 500.0),
     "misaligned": (0.05, 1.0),
+    "unaligned": (0.2, 1.0),
     "kernel_s": (1e-6, 1e-5),
     "launch_s": (1e-6, 8e-5),
     "collective_launch_s": (1e-6, 5e-4),
     "micro_s": (1e-5, 3e-2),
     "step_s": (1e-4, 1e-1),
-    "launch_norm": (1.5, 12.0),
+    "launch_norm": (1.5, 16.0),
     "inside": (0.2, 0.9),
     "across": (0.1, 0.95),
     "inside_s": (5e-6, 2e-4),
@@ -69,8 +70,12 @@ BOUNDS = {
 # What collectives.csv says itself of the fast links, and is therefore not fitted on step times: the slope of
 # nccl-tests' all-reduce over 2, 4 and 8 devices (A100: 197 to 229 GB/s beyond 1 GB; H200: 361 to 366 GB/s of
 # ring, gather and scatter).
+# unaligned: what a micro batch costs beyond its layers is separated from them by least squares over the
+# numbers of layers and micro batches (vtrain_single's first half): with one device for the table (50,257
+# columns) the part that grows with tokens is 2.8 times that of two devices (padded), where 2 is due. Left to
+# the fit it trades against the share of the products, which is in every row.
 MEASURED = {
-    "a100": {"inside": 0.75},
+    "a100": {"inside": 0.75, "unaligned": 0.55},
     "h100": {"inside": 0.81},
 }
 
@@ -170,12 +175,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--constants", required=True)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--most", type=int, default=120, help="rows of one file that are fitted")
     parser.add_argument("--fresh", action="store_true", help="start from an unknown device's constants")
     parser.add_argument("--prior", type=float, default=0.6)
     parser.add_argument("--start", action="append", default=[], metavar="CONSTANT=VALUE")
     parser.add_argument("--weight", action="append", default=[], metavar="FILE=W")
     asked = parser.parse_args()
-    pairs = collect(asked.data, asked.constants)
+    pairs = collect(asked.data, asked.constants, asked.most)
     fitted = [one for kept, one in pairs if not kept]
     device = pairs[0][1].cluster.device
     start = Constants() if asked.fresh else constants(device)

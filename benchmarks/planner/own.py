@@ -2,8 +2,9 @@
 
 `python -m benchmarks.planner.own --cluster FILE [--json FILE]`. FILE is what `hasten calibrate --output`
 wrote here. Every run is a whole `hasten train` of a few steps on a random Llama of the given shape; the
-fastest step counts, the first two (capture, proof) do not. On a machine that others use, both sides are
-noise: say so beside the figures.
+fastest step counts, the first two (capture, proof) do not. Every run is predicted twice: by what `hasten
+calibrate` measured, and replayed from the profile of one of the runs (`PROFILED`). On a machine that others
+use, both sides are noise: say so beside the figures.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ from hasten.plan.estimate import estimate
 from hasten.plan.job import Job
 from hasten.plan.layout import Layout
 from hasten.plan.model import ModelShape, load
+from hasten.plan.replay import Profile, replayed
+from hasten.plan.replay import load as load_profile
 
-STEPS = 7
+STEPS = 9
 UNCOUNTED = 2
 
 
@@ -80,8 +82,12 @@ def make_model(run: Run, folder: Path) -> ModelShape:
     return load(folder)
 
 
-def measure(run: Run, model: Path, folder: Path) -> float:
-    """Seconds of the fastest step: whatever else runs on the machine only adds."""
+# The run whose profile the others are replayed from: neither the smallest nor the largest.
+PROFILED = RUNS[5]
+
+
+def measure(run: Run, model: Path, folder: Path) -> tuple[float, Profile]:
+    """Seconds of the fastest step (whatever else runs on the machine only adds), and the run's profile."""
     from hasten.train import train
     from hasten.train.config import RunConfig
 
@@ -102,10 +108,10 @@ def measure(run: Run, model: Path, folder: Path) -> float:
             "output": {"folder": str(folder / "out"), "tensorboard": False},
         }
     )
-    train(config, progress=False)
+    train(config, progress=False, profile=folder / "profile.json")
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [float(row["step_s"]) for row in rows if "step_s" in row]
-    return min(steps[UNCOUNTED:])
+    return min(steps[UNCOUNTED:]), load_profile(folder / "profile.json")
 
 
 def main() -> None:
@@ -115,26 +121,51 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     cluster = clusters.load(arguments.cluster)
-    found: list[dict[str, Any]] = []
-    for run in RUNS:
+    items: list[tuple[Run, ModelShape, float]] = []
+    profile: Profile | None = None
+    for run in (PROFILED, *(run for run in RUNS if run != PROFILED)):
         with tempfile.TemporaryDirectory(prefix="hasten-own-") as name:
             folder = Path(name)
             shape = make_model(run, folder / "model")
-            measured = measure(run, folder / "model", folder)
-            layout = Layout(
-                micro_batch=run.micro_batch,
-                accumulation=run.batch // run.micro_batch,
-                recompute=run.recompute,  # type: ignore[arg-type]
-            )
-            job = Job(batch=run.batch, sequence=run.sequence, master="fp32")
-            predicted = estimate(shape, cluster, layout, job).step_s.value
-        found.append({**run._asdict(), "measured_s": measured, "predicted_s": predicted})
-        print(f"{run}: measured {measured:.3f} s, predicted {predicted:.3f} s, {predicted / measured:.2f}")
-        sys.stdout.flush()
-    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in found]
-    print(f"mean error {100 * statistics.mean(errors):.1f} %, median {100 * statistics.median(errors):.1f} %")
+            measured, seen = measure(run, folder / "model", folder)
+        profile = profile or seen
+        items.append((run, shape, measured))
+    assert profile is not None
+    replay = replayed(cluster, profile)
+    found: list[dict[str, Any]] = []
+    for run, shape, measured in items:
+        layout = Layout(
+            micro_batch=run.micro_batch,
+            accumulation=run.batch // run.micro_batch,
+            recompute=run.recompute,  # type: ignore[arg-type]
+        )
+        job = Job(batch=run.batch, sequence=run.sequence, master="fp32", fused_loss=True)
+        by_calibration, by_profile = (
+            estimate(shape, which, layout, job).step_s.value for which in (cluster, replay)
+        )
+        found.append(
+            {
+                **run._asdict(),
+                "measured_s": measured,
+                "predicted_s": by_calibration,
+                "replayed_s": by_profile,
+                "profiled": run == PROFILED,
+            }
+        )
+        print(
+            f"{run}: measured {measured:.3f} s, predicted {by_calibration:.3f} s "
+            f"({by_calibration / measured:.2f}), replayed {by_profile:.3f} s ({by_profile / measured:.2f})"
+        )
+    summary: dict[str, float] = {}
+    for name in ("predicted_s", "replayed_s"):
+        # The profiled run is no test of its own profile.
+        rows = [row for row in found if name == "predicted_s" or not row["profiled"]]
+        errors = [100 * abs(row[name] / row["measured_s"] - 1) for row in rows]
+        summary[name] = round(statistics.mean(errors), 2)
+        print(f"{name}: mean error {summary[name]} %, at most {max(errors):.1f} %, {len(rows)} runs")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        document = {"mean_abs_pct": summary, "cluster": cluster.model_dump(), "runs": found}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

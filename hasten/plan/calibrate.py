@@ -1,8 +1,8 @@
 """`hasten calibrate`: measures this machine and stores a device file that `hasten plan --cluster this` uses.
 
-Measured are matrix products by size and format, attention, memory bandwidth, the cost of a small operator,
-and collectives among processes. From them come the planner's constants: every efficiency is then relative to
-what was measured, not to a datasheet.
+Measured are matrix products by size and format, attention, elementwise operators, the optimizer, memory
+bandwidth, the cost of a small operator, and collectives among processes. From them come the planner's
+constants: every efficiency is then relative to what was measured, not to a datasheet.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import typer
 if TYPE_CHECKING:
     from hasten.base.screen import Screen
     from hasten.plan.cluster import Cluster
-    from hasten.plan.measure import Attention, Line, Message, Product, Step
+    from hasten.plan.kernels import Attention
+    from hasten.plan.measure import Line, Message, Product, Step
 
 HELP = """Measure this machine for hasten plan, in under two minutes.
 
-Matrix products by size and format, attention, memory bandwidth, the cost of a
-small operator, and collectives over processes of this machine (gloo; NCCL with
-two GPUs or more). The result is a TOML file that hasten plan --cluster this
-reads; --output writes it elsewhere, for --cluster FILE. Measure on an idle
-machine.
+Matrix products by size and format, attention, elementwise operators, the
+optimizer, memory bandwidth, the cost of a small operator, and collectives over
+processes of this machine (gloo; NCCL with two GPUs or more). The result is a
+TOML file that hasten plan --cluster this reads; --output writes it elsewhere,
+for --cluster FILE. Measure on an idle machine.
 
 Examples:
 
@@ -48,6 +49,11 @@ RANKS = Annotated[
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON; no progress.")]
 
 
+# What `cost.Costs.optimizer` counts for each parameter of fp32 weights and AdamW: weight, two moments and
+# gradient, read and written.
+OPTIMIZER_BYTES = 32.0
+
+
 class Measured(NamedTuple):
     """Everything that was measured. FLOP/s, bytes/s, seconds."""
 
@@ -59,6 +65,9 @@ class Measured(NamedTuple):
     attention: list[Attention]
     read_bytes_per_s: float
     update_bytes_per_s: float
+    elementwise_bytes_per_s: float
+    optimizer_s: float
+    """For each parameter."""
     small_operator_s: float
     messages: list[Message]
     steps: list[Step]
@@ -101,12 +110,12 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
     import torch
 
     from hasten.base.facts import detect
-    from hasten.plan import measure
+    from hasten.plan import kernels, measure
 
     begin = time.perf_counter()
     facts = detect()
     formats = ["float32", *(["bfloat16"] if device != "cpu" or facts.bf16_in_hardware.value else [])]
-    stages = len(formats) + 4
+    stages = len(formats) + 5
     with screen.bar("calibrating", stages) as bar:
         done = [0]
 
@@ -117,11 +126,15 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
         shapes = measure.SHAPES[:3] if quick else None
         products = measure.products(formats, device, shapes, advance)
         advance("attention")
-        attention = measure.attention(formats[-1], device, 128 if quick else 1024)
+        attention = kernels.attention(formats[-1], device, 128 if quick else 1024)
         advance("memory bandwidth")
         size = 1 << (24 if quick else 29)
         read = measure.read_bandwidth(device, size)
-        update = measure.update_bandwidth(device, size // 4)
+        update = measure.update_bandwidth(device, size)
+        advance("elementwise operators and the optimizer")
+        side = 256 if quick else 2048
+        elementwise = kernels.elementwise_bandwidth(formats[-1], device, side, side)
+        optimizer = kernels.optimizer_seconds(device, 1 << (20 if quick else 25))
         small = measure.small_operator(device)
         messages: list[Message] = []
         steps: list[Step] = []
@@ -147,6 +160,8 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
         attention=attention,
         read_bytes_per_s=read,
         update_bytes_per_s=update,
+        elementwise_bytes_per_s=elementwise,
+        optimizer_s=optimizer,
         small_operator_s=small,
         messages=messages,
         steps=steps,
@@ -157,6 +172,7 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
 def as_cluster(measured: Measured) -> Cluster:
     """The cluster of one node that the measurements describe, with constants in place of fitted ones."""
     from hasten.plan import cluster as clusters
+    from hasten.plan.machine import THIS_NAME
     from hasten.plan.measure import fit_line
 
     date = datetime.now(UTC).date().isoformat()
@@ -191,8 +207,8 @@ def as_cluster(measured: Measured) -> Cluster:
         "matmul": 1.0,
         "depth": depth,
         "tall": tall,
-        "memory": 1.0,
-        "optimizer": 1.0,
+        "memory": measured.elementwise_bytes_per_s / bandwidth if measured.device == "cpu" else 1.0,
+        "optimizer": OPTIMIZER_BYTES / measured.optimizer_s / bandwidth,
         "straggle": 0.0,
     }
     overrides |= {"inside": 1.0, "across": 1.0, "point": 1.0}
@@ -206,7 +222,7 @@ def as_cluster(measured: Measured) -> Cluster:
     }
     whole = clusters.build(
         {
-            "name": "this machine",
+            "name": THIS_NAME,
             "device": {
                 "name": measured.name,
                 "matmul_flops": peaks,
@@ -219,7 +235,7 @@ def as_cluster(measured: Measured) -> Cluster:
             "across": across,
             "host_bandwidth": figure(measured.read_bytes_per_s, "sum over a buffer"),
         },
-        "this machine",
+        THIS_NAME,
     )
     launches = fixed_costs(measured.steps, whole, "bf16" if "bfloat16" in rates else "fp32")
     return clusters.overridden(whole, {"device": {"overrides": launches}}) if launches else whole
@@ -365,6 +381,8 @@ def _tables(measured: Measured, cluster: Cluster) -> Any:
         )
     rest.add_row("memory, read", f"{measured.read_bytes_per_s / 1e9:.1f} GB/s")
     rest.add_row("memory, read and written", f"{measured.update_bytes_per_s / 1e9:.1f} GB/s")
+    rest.add_row("elementwise, read and written", f"{measured.elementwise_bytes_per_s / 1e9:.1f} GB/s")
+    rest.add_row("AdamW and the norm", f"{measured.optimizer_s * 1e9:.2f} ns a parameter")
     for step in measured.steps:
         what = f"a step of {step.layers} small layers, {step.micro_batches} micro batch(es)"
         rest.add_row(what, f"{step.seconds * 1e3:.1f} ms")

@@ -44,6 +44,8 @@ class Device(BaseModel):
     """The set of fitted constants in `presets/fitted.toml`; empty: the name's own, else the default."""
     overrides: dict[str, float] = Field(default_factory=dict)
     """Constants of `efficiency.Constants` that replace the fitted ones, e.g. from `hasten calibrate`."""
+    replayed: dict[str, float] = Field(default_factory=dict)
+    """Measured over computed seconds by kind of operator, from a profile; see `hasten.plan.replay`."""
 
     def peak(self, precision: str) -> float:
         """FLOP/s of dense products in a format.

@@ -93,6 +93,21 @@ class Network:
         latency = self.known.inside_s + (self.known.across_step_s * math.log2(g) if far else 0.0)
         return max(near, far) + latency
 
+    def dispatch(self, token_bytes: float, choices: int, group: Group) -> float:
+        """Every token goes to the devices of `choices` experts, drawn evenly, once to each node and once to
+        each device (DeepEP's kernels), however many of its experts are there. `token_bytes`: of all tokens of
+        one device, one copy of each."""
+        g, m = group.size, group.islands
+        if g <= 1 or token_bytes <= 0:
+            return 0.0
+        devices = g * (1 - (1 - 1 / g) ** choices)
+        nodes = (m - 1) * (1 - (1 - 1 / m) ** choices)
+        near = devices * (group.inside - 1) / group.inside * token_bytes
+        near /= self.inside_bandwidth(max(2, group.inside))
+        far = nodes * token_bytes / self.across_bandwidth() if m > 1 else 0.0
+        latency = self.known.inside_s + (self.known.across_step_s * math.log2(g) if far else 0.0)
+        return max(near, far) + latency
+
     def send(self, volume: float, near: bool) -> float:
         """From one device to another."""
         if volume <= 0:

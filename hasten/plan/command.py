@@ -41,6 +41,8 @@ Examples:
   hasten plan llama2-70b --cluster dgx-h100 --nodes 8 --explain tp=8,pp=2 tp=4,pp=4
 
   hasten plan smollm2-135m --cluster this --batch 2 --seq 512 --toml plan.toml
+
+  hasten plan smollm2-135m --cluster this --batch 8 --seq 1024 --profile step.json
 """
 
 MODEL = Annotated[
@@ -57,6 +59,14 @@ TOKENS = Annotated[float, typer.Option("--tokens", min=0, help="Tokens of the wh
 PRECISION = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp32, fp8 or fp4.")]
 ATTENTION = Annotated[str, typer.Option("--attention", help="flash or materialised.")]
 OPTIMIZER = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")]
+MASTER = Annotated[
+    str | None,
+    typer.Option(
+        "--master",
+        help="split: 16-bit weights beside fp32 ones; fp32: those alone, cast where used; none: 16 bits.",
+        show_default="split; fp32, as hasten train has it, on this machine",
+    ),
+]
 FIX = Annotated[str | None, typer.Option("--fix", help="Look only at layouts with these values.")]
 LIMIT = Annotated[
     list[str] | None,
@@ -75,6 +85,10 @@ HEADROOM = Annotated[
 PRICE = Annotated[float | None, typer.Option("--price", min=0, help="Cost of one device for one hour.")]
 SET = Annotated[
     list[str] | None, typer.Option("--set", help="A figure of the cluster: device.memory_bytes=64e9.")
+]
+PROFILE = Annotated[
+    Path | None,
+    typer.Option("--profile", help="A measured step (hasten train --profile) in place of computed times."),
 ]
 FIT = Annotated[bool, typer.Option("--fit", help="Only: does it fit, and what is missing.")]
 WHAT_IF = Annotated[str | None, typer.Option("--what-if", help="The best layout with some values changed.")]
@@ -104,12 +118,14 @@ def plan(
     precision: PRECISION = "bf16",
     attention: ATTENTION = "flash",
     optimizer: OPTIMIZER = "adamw",
+    master: MASTER = None,
     fix: FIX = None,
     limit: LIMIT = None,
     offload: OFFLOAD = True,
     headroom: HEADROOM = 0.05,
     price: PRICE = None,
     settings: SET = None,
+    profile: PROFILE = None,
     fit: FIT = False,
     what_if: WHAT_IF = None,
     explain: EXPLAIN = None,
@@ -125,7 +141,7 @@ def plan(
         return
     from hasten.base.errors import ConfigError
     from hasten.plan.candidates import parse_layout
-    from hasten.plan.machine import open_cluster
+    from hasten.plan.machine import THIS_NAME, open_cluster
     from hasten.plan.search import Limits, parse_limit
     from hasten.plan.sources import open_shape
 
@@ -147,9 +163,25 @@ def plan(
         raise ConfigError(f"{' and '.join(asked)} are different questions; give one of them")
     shape = open_shape(model)
     whole = open_cluster(cluster, nodes, devices, settings or ())
+    if profile is not None:
+        from hasten.plan.replay import load, replayed
+
+        whole = replayed(whole, load(profile))
     if price is not None:
         whole = whole.model_copy(update={"price_per_device_hour": price})
-    job = _job(batch, seq, tokens, precision, attention, optimizer)
+    # What `hasten train` does on the machine at hand: fp32 weights, and logits that are never whole.
+    here = whole.name == THIS_NAME
+    master = master or ("fp32" if here else "split")
+    job = _job(
+        batch=batch,
+        sequence=seq,
+        tokens_total=tokens,
+        precision=precision,
+        attention=attention,
+        optimizer=optimizer,
+        master=master,
+        fused_loss=here,
+    )
     limits = Limits(
         devices=devices or 0,
         fixed=parse_layout(fix) if fix else {},
@@ -297,23 +329,14 @@ class _Asking:
         Console().print(shown())
 
 
-def _job(batch: int, seq: int, tokens: float, precision: str, attention: str, optimizer: str) -> Job:
+def _job(**values: Any) -> Job:
     from pydantic import ValidationError
 
     from hasten.base.errors import ConfigError
     from hasten.plan.job import Job
 
     try:
-        return Job.model_validate(
-            {
-                "batch": batch,
-                "sequence": seq,
-                "tokens_total": tokens,
-                "precision": precision,
-                "attention": attention,
-                "optimizer": optimizer,
-            }
-        )
+        return Job.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

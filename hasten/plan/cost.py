@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hasten.plan.cluster import Cluster
@@ -19,6 +20,12 @@ _OPERATORS, _OPERATORS_ATTENTION, _OPERATORS_ROTARY, _OPERATORS_DROPOUT = 16.0, 
 _BACKWARD_OPERATORS = 1.6
 # Of those, what remains after fusion by a compiler.
 _COMPILED = 0.4
+# A table that is cut is padded first (Megatron-LM's make-vocab-size-divisible-by, times tp).
+_VOCABULARY_UNIT = 128
+# Megatron-LM's fused softmax takes (sequences x heads of a device) in fours and rows of at most so many keys
+# (`FusedScaleMaskSoftmax.is_kernel_available`); elsewhere it is a cast, a mask, a softmax and a cast, with so
+# many operators more.
+_SOFTMAX_BATCHES, _SOFTMAX_KEYS, _OPERATORS_SOFTMAX = 4, 4096, 6.0
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Costs:
         self.known = self.given or constants(self.cluster.device)
         self.clock = Clock(self.cluster.device, self.job.precision, self.known)
         self.network = Network(self.cluster, self.known)
+        self.replayed = self.cluster.device.replayed
         layout = self.layout
         self.tokens = layout.micro_batch * self.job.sequence / layout.cp
         self.size = 4.0 if self.job.precision == "fp32" else 2.0
@@ -63,6 +71,10 @@ class Costs:
         self.context = place(self.cluster, layout.cp, layout.tp)
         self.data = place(self.cluster, layout.dp * layout.cp, layout.tp)
         self.expert = place(self.cluster, layout.ep) if layout.ep > 1 else Group(1, 1)
+
+    def measured(self, kind: str) -> float:
+        """Factor that a profile puts on operators of a kind."""
+        return self.replayed.get(kind, 1.0)
 
     def backward(self, product: Product) -> float:
         """Of a product's backward pass: with adapters alone trained, weights have no gradient."""
@@ -78,19 +90,27 @@ class Costs:
         if job.attention == "flash":
             seen = seen_tokens(model, job.sequence, job.causal)
             flops = 2.0 * self.tokens * seen * (queries + values)
-            piece.add("attention", self.clock.flash(flops, model.head_size, rows, backward))
+            seconds = self.clock.flash(flops, model.head_size, rows, backward)
+            piece.add("attention", seconds * self.measured("attention"))
             return
         batch = layout.micro_batch * model.heads / layout.tp
         each = self.clock.materialised(batch, rows, job.sequence, queries * layout.tp / model.heads)
         square = batch * rows * job.sequence
         # Scaled, masked softmax in one kernel; dropout reads, writes and keeps a mask.
-        volume = square * (2 * self.size + (2 * self.size + 1 if job.dropout else 0))
-        kernels = 2.0 if job.dropout else 1.0
-        if backward:
-            volume = square * (3 * self.size + (2 * self.size + 1 if job.dropout else 0))
-            piece.add("attention", 4 * each + self.clock.moved(volume, kernels))
-        else:
-            piece.add("attention", 2 * each + self.clock.moved(volume, kernels))
+        volume, kernels = (3 if backward else 2) * self.size, 1.0
+        if not self._softmax_is_fused():
+            # Through fp32: cast, mask of one byte, softmax, cast back; backward the same the other way.
+            volume, kernels = 2 * (self.size + 4) + (9 + 12 if backward else 9 + 8), 4.0
+        if job.dropout:
+            volume, kernels = volume + 2 * self.size + 1, kernels + 1
+        volume *= square
+        seconds = (4 if backward else 2) * each + self.clock.moved(volume, kernels)
+        piece.add("attention", seconds * self.measured("attention"))
+
+    def _softmax_is_fused(self) -> bool:
+        layout, job = self.layout, self.job
+        batches = layout.micro_batch * self.model.heads / layout.tp
+        return job.compiled or (batches % _SOFTMAX_BATCHES == 0 and job.sequence <= _SOFTMAX_KEYS)
 
     def _elementwise(self, index: int, backward: bool) -> float:
         model, job, layout = self.model, self.job, self.layout
@@ -102,8 +122,9 @@ class Costs:
         per_token = model.hidden / stream * (10 * self.size + (2 if job.dropout else 0))
         if model.positions == "rotary":
             per_token += (queries + keys) / layout.tp * 2 * self.size
-        # Heads are laid out for attention and back.
-        per_token += (queries + 2 * keys + values) / layout.tp * 2 * self.size
+        # Attention reads queries, keys and values where the product put them; what it made is laid out for
+        # the next product.
+        per_token += values / layout.tp * 2 * self.size
         width = model.inner
         if model.sparse(index):
             width = model.experts_per_token * model.expert_inner + model.shared_inner
@@ -111,10 +132,15 @@ class Costs:
             per_token += model.experts_per_token * model.hidden * 4 * self.size
         per_token += width / layout.tp * (3 if model.gated else 2) * self.size
         kernels = 8.0 if model.positions == "rotary" else 6.0
+        if backward:
+            per_token, kernels = 1.6 * per_token, 1.6 * kernels
+            # The three gradients are put side by side; each bias reads its output's.
+            wide = (queries + 2 * keys) / layout.tp
+            per_token += wide * 2 * self.size
+            if model.biases:
+                per_token += (wide + 2 * model.hidden + width / layout.tp) * self.size
         seconds = self.clock.moved(self.tokens * per_token, kernels)
-        if job.compiled:
-            seconds *= 0.7
-        return seconds * (1.6 if backward else 1.0)
+        return seconds * (0.7 if job.compiled else 1.0) * self.measured("elementwise")
 
     def _collectives(self, piece: Piece, index: int, backward: bool) -> float:
         """Adds a layer's collectives; returns how many there are."""
@@ -148,8 +174,12 @@ class Costs:
             piece.add("context_parallel", max(ring - hidden, ring * (1 - self.known.overlap) * 0.2))
             count += layout.cp - 1
         if layout.ep > 1 and model.sparse(index):
-            volume = self.tokens / layout.tp * model.experts_per_token * model.hidden * self.size
-            piece.add("expert_parallel", 2 * self.network.all_to_all(volume, self.expert))
+            volume = self.tokens / layout.tp * model.hidden * self.size
+            if job.dispatch == "tokens":
+                each = self.network.dispatch(volume, model.experts_per_token, self.expert)
+            else:
+                each = self.network.all_to_all(volume * model.experts_per_token, self.expert)
+            piece.add("expert_parallel", 2 * each)
             count += 2
         return count
 
@@ -159,15 +189,19 @@ class Costs:
         piece = Piece()
         products = layer_products(model, index, self.tokens, layout.tp, layout.ep)
         price = self.backward if backward else self.clock.forward
-        piece.add("matmul", sum(price(p) for p in products))
+        piece.add("matmul", sum(price(p) for p in products) * self.measured("matmul"))
         self._attention(piece, backward)
         piece.add("elementwise", self._elementwise(index, backward))
         collectives = self._collectives(piece, index, backward)
         count = _OPERATORS + (_OPERATORS_ATTENTION if job.attention == "materialised" else 0.0)
+        if job.attention == "materialised" and not self._softmax_is_fused():
+            count += _OPERATORS_SOFTMAX
         count += _OPERATORS_ROTARY if model.positions == "rotary" else 0.0
         count += _OPERATORS_DROPOUT if job.dropout else 0.0
         count += 3.0 * min(model.experts / layout.ep, 8.0) + 12.0 if model.sparse(index) else 0.0
-        count *= (_COMPILED if job.compiled else 1.0) * (_BACKWARD_OPERATORS if backward else 1.0)
+        # How many tokens an expert gets is known on the device alone: no graph of kernels holds it.
+        captured = job.compiled and not model.sparse(index)
+        count *= (_COMPILED if captured else 1.0) * (_BACKWARD_OPERATORS if backward else 1.0)
         piece.host = count * self.known.launch_s + collectives * self.known.collective_launch_s
         return piece
 
@@ -192,8 +226,13 @@ class Costs:
         """Look-up of the input table (and its gradient)."""
         model, layout = self.model, self.layout
         piece = Piece()
-        volume = self.tokens * model.hidden * self.size
-        piece.add("embedding", self.clock.moved(volume * (4 if backward else 3), 3.0))
+        volume = self.tokens * model.hidden * self.size * (4 if backward else 3)
+        if backward and not self.job.adapters:
+            # The table's gradient begins as zeros; where the table is tied it is added to the head's.
+            table = model.embedding_parameters / layout.tp * self.size
+            volume += table * (4 if model.tied and layout.pp == 1 else 1)
+        seconds = self.clock.moved(volume, 3.0)
+        piece.add("embedding", seconds * self.measured("elementwise"))
         if layout.tp > 1 and not backward:
             piece.add("tensor_parallel", self.network.all_reduce(volume, self.tensor))
         piece.host = 8 * self.known.launch_s
@@ -203,14 +242,26 @@ class Costs:
         """The last norm, the logits and the cross-entropy."""
         model, layout = self.model, self.layout
         piece = Piece()
-        logits = Product("router", self.tokens, model.vocabulary / layout.tp, model.hidden)
-        # Logits to fp32, maximum, exponentials and their sum; back: the probabilities and their cast.
-        per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 4 + self.size
+        width = model.vocabulary / layout.tp
+        if layout.tp > 1:
+            width = math.ceil(width / _VOCABULARY_UNIT) * _VOCABULARY_UNIT
+        logits = Product("router", self.tokens, width, model.hidden)
+        # torch's cross_entropy: logits to fp32, their maximum, exponentials and sum; back: a gradient of
+        # zeros, log-softmax's (reads two, writes one), the cast.
+        per = (self.size + 4) + (4 + 4) + 4 if not backward else 4 + 12 + (4 + self.size)
+        if self.job.master == "split":
+            # Megatron-LM's vocab_parallel_cross_entropy, a pass each: cast, maximum, difference, exponential,
+            # sum, quotient; back: times the gradient, cast.
+            per = (self.size + 4) + 4 + 8 + 8 + 4 + 8 if not backward else 8 + (4 + self.size)
         if self.job.fused_loss:
             per = self.size if not backward else 2 * self.size
-        volume = self.tokens * model.vocabulary / layout.tp * per
+        volume = self.tokens * width * per
         price = self.backward if backward else self.clock.forward
-        piece.add("head", price(logits) + self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0))
+        product_s = price(logits)
+        if width * self.size % 16 and self.size < 4:
+            product_s /= self.known.unaligned
+        moved = self.clock.moved(volume * (0.5 if self.job.compiled else 1.0), 6.0)
+        piece.add("head", product_s * self.measured("matmul") + moved * self.measured("elementwise"))
         if layout.tp > 1:
             piece.add(
                 "tensor_parallel",
@@ -238,6 +289,11 @@ class Costs:
         if layout.zero == 0:
             return self.network.all_reduce(count * gradient, self.data)
         group = self.shard_group()
+        if layout.zero == 1 and job.reduce_whole:
+            kept = held(job).gradients
+            return self.network.all_reduce(count * kept, self.data) + self.network.all_gather(
+                count * self.size, group
+            )
         seconds = self.network.reduce_scatter(count * gradient, group)
         if group.size < self.data.size:
             outer = Group(1, self.data.size // group.size)
@@ -264,13 +320,23 @@ class Costs:
         return parts * self.network.reduce_scatter(count * gradient / parts, self.shard_group())
 
     def accumulate(self, count: float) -> float:
-        """Seconds of adding one micro batch's gradient of so many parameters to the kept one."""
+        """Seconds of adding one micro batch's gradient of so many parameters to the kept one, and of its cast
+        where autocast made it in 16 bits for a weight of 32."""
         if self.job.fused_accumulation or self.job.adapters:
+            return 0.0
+        if self.job.master == "fp32" and self.layout.zero == 0:
+            moved = 6.0 if self.size == 2.0 else 0.0
+            moved += 12.0 if self.layout.accumulation > 1 else 0.0
+            return self._elements(count * moved)
+        if self.layout.accumulation == 1:
             return 0.0
         if self.layout.zero == 3:
             count /= self.shard_group().size
         kept = held(self.job).gradients
-        return count * (self.size + 2 * kept) / (self.clock.bandwidth * self.known.memory)
+        return self._elements(count * (self.size + 2 * kept))
+
+    def _elements(self, volume: float) -> float:
+        return volume / (self.clock.bandwidth * self.known.memory) * self.measured("elementwise")
 
     def optimizer(self, count: float) -> float:
         """Seconds of updating so many parameters: weight, gradient and moments are read and written."""
@@ -279,9 +345,14 @@ class Costs:
         layout, per = self.layout, held(self.job)
         shards = self.shard_group().size if layout.zero else 1
         volume = count / shards * (2 * (per.optimizer + per.weights) + 2 * per.gradients)
+        if self.job.precision == "fp16" and self.job.master == "split":
+            # Passes over all of it: gradients to fp32, their norm, the update (apex's FusedAdam unscales and
+            # clips as it reads), masters to fp16.
+            volume = count / shards * ((2 + 4) + 4 + (16 + 12) + (4 + 2))
         if layout.offload == "optimizer":
             # Gradients go out and weights come back; the host reads and writes the states in its own memory,
             # of which a device's share is about as fast as its link (eight channels of DDR5, eight devices).
             moved = 2 * (per.gradients + per.weights + per.optimizer)
             return count / shards * moved / self.cluster.host_bandwidth.value
-        return volume / (self.cluster.device.memory_bandwidth.value * self.known.optimizer)
+        seconds = volume / (self.cluster.device.memory_bandwidth.value * self.known.optimizer)
+        return seconds * self.measured("optimizer")

@@ -42,6 +42,8 @@ class Constants:
     """Head size at which those reach half of it."""
     misaligned: float = 0.35
     """Factor for a head size that is not a multiple of 8: tensor cores load 16 bytes at a time."""
+    unaligned: float = 0.6
+    """Factor for the output head where a row of logits is no multiple of 16 bytes (GPT-2's 50,257)."""
     kernel_s: float = 4e-6
     """What a kernel takes that has nothing to do."""
     launch_s: float = 9e-6

@@ -30,8 +30,14 @@ class Job(BaseModel):
     causal: bool = True
     overlap_gradients: bool = True
     """The data-parallel reduction runs beside the backward pass of the last micro batch."""
+    reduce_whole: bool = False
+    """With ZeRO-1, gradients are all-reduced as they are kept instead of scattered: DeepSpeed's pipeline
+    engine (`_bf16_reduce_grads` reduces fp32 buffers)."""
     overlap_tensor: bool = False
     """Tensor-parallel collectives are cut up and run beside their matrix products."""
+    dispatch: Literal["pairs", "tokens"] = "pairs"
+    """How tokens reach their experts. pairs: one copy for each expert (an all-to-all); tokens: one for each
+    node and device that has some of them (DeepEP)."""
     compiled: bool = False
     """Elementwise operators are fused and kernels launched from a graph."""
     dropout: bool = False

@@ -14,6 +14,8 @@ from hasten.plan import cluster as clusters
 from hasten.plan.cluster import Cluster
 
 THIS = ("this", "this-machine")
+THIS_NAME = "this machine"
+"""Name of the cluster that `hasten calibrate` measures, also where it is written elsewhere."""
 
 # FLOP of one core in one cycle, fused multiply-adds counted as two: two units of 512 or 256 bits (Intel
 # Optimization Reference Manual, chapter 17; one tile product of AMX is 16 x 16 x 32 in 16 cycles).
@@ -45,7 +47,7 @@ def this_machine(cache: str | Path | None = None, facts: Facts | None = None) ->
     bandwidth = _CHANNEL_BYTES_PER_S * max(1.0, cores / 4)
     return clusters.build(
         {
-            "name": "this machine",
+            "name": THIS_NAME,
             "device": {
                 "name": facts.processor.value,
                 "matmul_flops": {
@@ -60,7 +62,7 @@ def this_machine(cache: str | Path | None = None, facts: Facts | None = None) ->
             "across": {"bandwidth": _derived(1e9, "Ethernet of 10 Gb/s")},
             "host_bandwidth": _derived(bandwidth, "the same memory"),
         },
-        "this machine",
+        THIS_NAME,
     )
 
 

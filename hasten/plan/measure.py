@@ -71,17 +71,6 @@ class Message(NamedTuple):
     seconds: float
 
 
-class Attention(NamedTuple):
-    """Causal attention of torch at one head size; FLOPs of the pairs that are seen (half the square), five
-    products backward where there are two forward."""
-
-    dtype: str
-    head_size: int
-    sequence: int
-    forward_flops_per_s: float
-    backward_flops_per_s: float
-
-
 class Step(NamedTuple):
     """One optimizer step of a model so small that nothing but its operators' fixed costs takes time."""
 
@@ -122,40 +111,6 @@ def products(
             seconds = timed(_product(a, b, out), device)
             rate = flops / seconds
             found.append(Product(name, m, k, n, rate))
-    return found
-
-
-def attention(
-    dtype: str,
-    device: str = "cpu",
-    sequence: int = 1024,
-    heads: int = 8,
-    head_sizes: Sequence[int] = (64, 128),
-) -> list[Attention]:
-    """Forward and backward of torch's causal scaled-dot-product attention, for each head size."""
-    found = []
-    for head_size in head_sizes:
-        shape = (1, heads, sequence, head_size)
-        q, k, v = (
-            torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3)
-        )
-
-        def forward(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        flops = 2.0 * heads * sequence * sequence * head_size
-        forward_s = timed(forward, device)
-        out = forward()
-        gradient = torch.ones_like(out)
-
-        def backward(
-            out: torch.Tensor = out, inputs: tuple[torch.Tensor, ...] = (q, k, v), g: torch.Tensor = gradient
-        ) -> object:
-            return torch.autograd.grad(out, inputs, g, retain_graph=True)
-
-        found.append(
-            Attention(dtype, head_size, sequence, flops / forward_s, 2.5 * flops / timed(backward, device))
-        )
     return found
 
 

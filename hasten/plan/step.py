@@ -79,10 +79,9 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                 parts["launch"] = parts.get("launch", 0.0) + whole - piece.device
                 totals[direction] += whole
     dense, routed = costs.parameters(layers, first, last)
-    if layout.accumulation > 1:
-        added = costs.accumulate(dense + routed)
-        parts["elementwise"] = parts.get("elementwise", 0.0) + added
-        totals[1] += added
+    added = costs.accumulate(dense + routed)
+    parts["elementwise"] = parts.get("elementwise", 0.0) + added
+    totals[1] += added
     share = known.micro_s / layout.virtual
     parts["launch"] = parts.get("launch", 0.0) + share
     return _Chunk(totals[0] + share * 0.4, totals[1] + share * 0.6, parts, dense + routed)
@@ -153,7 +152,8 @@ def step(costs: Costs, timeline: bool = False) -> Step:
     if model.tied and layout.pp > 1:
         # The two copies of the table are kept alike.
         table = model.embedding_parameters / layout.tp * 2.0
-        parts["data_parallel"] += costs.network.all_reduce(table, Group(1, 2))
+        ends = Group(2, 1) if layout.devices <= cluster.joined else Group(1, 2)
+        parts["data_parallel"] += costs.network.all_reduce(table, ends)
     parts["optimizer"] = costs.optimizer(largest)
     parts["overhead"] = known.step_s
     return Step(parts, run.bars)

@@ -53,6 +53,9 @@ OPTIMIZE = Annotated[
 NO_TUNE = Annotated[
     bool, typer.Option("--no-tune", help="Do not measure, on first use, where torch beats a native kernel.")
 ]
+PROFILE = Annotated[
+    Path | None, typer.Option("--profile", help="Also write a measured step, for hasten plan --profile.")
+]
 SET = Annotated[
     list[str] | None, typer.Option("--set", help="Any setting: SECTION.KEY=VALUE; may be repeated.")
 ]
@@ -73,6 +76,7 @@ def train(
     resume: RESUME = None,
     optimize: OPTIMIZE = None,
     no_tune: NO_TUNE = False,
+    profile: PROFILE = None,
     assignments: SET = None,
     settings: SETTINGS = False,
     as_json: AS_JSON = False,
@@ -95,7 +99,7 @@ def train(
         "optimize": optimize,
     }
     try:
-        result = _run(config_file, flags, assignments or [], as_json, not no_tune)
+        result = _run(config_file, flags, assignments or [], as_json, not no_tune, profile)
     except HastenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
@@ -111,11 +115,17 @@ train.__doc__ = HELP
 
 
 def _run(
-    config_file: Path | None, flags: dict[str, Any], assignments: list[str], quiet: bool, tune: bool
+    config_file: Path | None,
+    flags: dict[str, Any],
+    assignments: list[str],
+    quiet: bool,
+    tune: bool,
+    profile: Path | None,
 ) -> Any:
     from hasten.train import train as run_training
     from hasten.train.config import load_config, parse_override
 
     overrides = dict(parse_override(text) for text in assignments)
     overrides |= {name: value for name, value in flags.items() if value is not None}
-    return run_training(load_config(config_file, overrides), progress=not quiet, tune=tune)
+    config = load_config(config_file, overrides)
+    return run_training(config, progress=not quiet, tune=tune, profile=profile)

@@ -24,6 +24,7 @@ from hasten.train.loop import Loop, StepNumbers
 from hasten.train.metrics import METRICS_FILE, Metrics, peak_rss_bytes, rss_bytes
 from hasten.train.optimizer import Stepper
 from hasten.train.prepare import adapt, check_model, optimized, rows_of, write_result
+from hasten.train.recorder import Recorder
 from hasten.train.result import Result
 from hasten.train.stop import Interrupted, StopSignals
 from hasten.train.text import find_source
@@ -32,7 +33,9 @@ from hasten.train.tuning import tune_once
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def train(config: RunConfig, *, progress: bool = True, tune: bool = False) -> Result:
+def train(
+    config: RunConfig, *, progress: bool = True, tune: bool = False, profile: Path | None = None
+) -> Result:
     """Runs, or continues, the training that `config` describes.
 
     A run that is interrupted by Ctrl-C or SIGTERM returns with `status == "interrupted"` after writing a
@@ -41,6 +44,7 @@ def train(config: RunConfig, *, progress: bool = True, tune: bool = False) -> Re
     the same number of threads).
 
     `tune`: measure which native kernels lose to torch, if this machine has no table of that yet.
+    `profile`: also measure the operators of one step and write them there, for `hasten plan --profile`.
 
     Raises:
         UserError: a setting or an input is wrong; found before the model is opened where that is possible.
@@ -59,7 +63,7 @@ def train(config: RunConfig, *, progress: bool = True, tune: bool = False) -> Re
         if start is not None:
             state.check_settings(config, precision, start)
         try:
-            return _train(config, precision, screen, started_s, start, tune)
+            return _train(config, precision, screen, started_s, start, tune, profile)
         except Interrupted as stopped:
             screen.note(f"{stopped}: stopped before a step was made; the same command starts again")
             return _not_begun(config, start, stopped, started_s)
@@ -72,12 +76,15 @@ def _train(
     started_s: float,
     start: checkpoints.Checkpoint | None,
     tune: bool,
+    profile: Path | None,
 ) -> Result:
     """`train` once its settings are checked and its output folder is its own."""
     with StopSignals(screen) as stop:
         state.seed_all(config.seed)
         model, tokenizer = open_model(config.model.id, dtype=DTYPES[config.model.dtype])
         check_model(config, model, tokenizer)
+        done = start.step if start is not None else 0
+        recorder = Recorder(config, precision, model, done, profile) if profile is not None else None
         stream = load_tokens(config.data, tokenizer, screen=screen)
         if start is not None and start.record["data_fingerprint"] != stream.fingerprint:
             raise ConfigError(
@@ -98,8 +105,13 @@ def _train(
                 screen.note(f"continuing after step {start.step} from {start.path}")
             # What is written from here on is written whole before a signal ends the run.
             stop.defer()
-            part = _Part(config, precision, loop, stream.fingerprint, stop, screen, start)
+            part = _Part(config, precision, loop, stream.fingerprint, stop, screen, start, recorder)
             part.run()
+            if recorder is not None:
+                try:
+                    screen.note(recorder.write())
+                except OSError as error:
+                    part.fault(f"{recorder.file} ({error})")
         model_folder: Path | None = None
         adapter_folder: Path | None = None
         if stop.received is None:
@@ -163,6 +175,7 @@ class _Part:
     stop: StopSignals
     screen: Screen
     start: checkpoints.Checkpoint | None
+    recorder: Recorder | None = None
     speeds: list[tuple[int, float]] = field(default_factory=list)
     last_row: dict[str, Any] | None = None
     eval_loss: float | None = None
@@ -185,7 +198,7 @@ class _Part:
         try:
             with self.screen.bar("train", self.config.steps) as bar:
                 while self.loop.step_number < self.config.steps and self.stop.received is None:
-                    numbers = self.loop.step()
+                    numbers = self.recorder.step(self.loop) if self.recorder else self.loop.step()
                     row = self._row(numbers)
                     self.metrics.write(row)
                     last = numbers.step == self.config.steps

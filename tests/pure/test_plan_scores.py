@@ -53,6 +53,17 @@ def test_a_row_becomes_what_it_says() -> None:
     assert one.seconds == 1.5
 
 
+def test_facts_of_a_machine_and_of_its_software_come_with_the_source() -> None:
+    row = {**ROW, "precision": "fp16/bf16", "zero_stage": "1"}
+    plain = case("mine", row)
+    named = case("mine", {**row, "source": "BigScience BLOOM-176B prequel (measured on JeanZay)"})
+    assert plain.cluster.inside.bandwidth.value == 300e9
+    assert named.cluster.inside.bandwidth.value == 100e9
+    assert (plain.job.reduce_whole, named.job.reduce_whole) == (False, True)
+    bridge = case("mine", {**row, "source": "NVIDIA Megatron-Bridge performance summary"})
+    assert (plain.job.dispatch, bridge.job.dispatch) == ("pairs", "tokens")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -101,6 +112,9 @@ def scores() -> dict[str, Score]:
 @pytest.mark.parametrize(
     ("file", "most"),
     [
+        ("vtrain_multi", 9),
+        ("vtrain_single", 7),
+        ("megatron", 12),
         ("mpt_fsdp", 12),
         ("bigscience", 12),
         ("nemo", 12),
