@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hasten.plan.schedule import order, simulate
@@ -48,6 +48,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     micro=st.integers(20, 60),
     seed=st.lists(st.floats(0.5, 2.0), min_size=15, max_size=15),
 )
+@example(stages=3, virtual=2, micro=27, seed=[1.5, 1.0, 1.375, 1.75, 1.0, 1.6875] + [1.0] * 9)
 def test_a_long_step_is_what_its_whole_simulation_says(
     stages: int, virtual: int, micro: int, seed: list[float]
 ) -> None:
@@ -57,7 +58,7 @@ def test_a_long_step_is_what_its_whole_simulation_says(
     schedule = "interleaved" if virtual > 1 else "1f1b"
     short = simulate(schedule, stages, virtual, micro, forward, backward, 0.1)  # type: ignore[arg-type]
     whole = simulate(schedule, stages, virtual, micro, forward, backward, 0.1, timeline=True)  # type: ignore[arg-type]
-    assert short.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert short.busy == pytest.approx(whole.busy)
 
 
