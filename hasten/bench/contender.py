@@ -89,12 +89,15 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         optimizer.zero_grad()
         return loss.item(), forward_end
 
+    def infer_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return forward(**batch, **settings).last_hidden_state  # type: ignore[no-any-return]
+
     for step in range(spec.steps):
         rows = slice(step * spec.batch, (step + 1) * spec.batch)
         batch = {name: values[rows] for name, values in columns.items()}
         if infer:
-            with torch.no_grad():
-                hidden = forward(**batch, **settings).last_hidden_state
+            hidden = infer_step(batch)
             seconds.append(time.perf_counter() - begin)
             losses.append(probe_loss(hidden, batch["input_ids"]))
         else:
@@ -122,10 +125,11 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         emit(event="continuing")
         text = _continue(model, tokenizer, kind, spec)
     where = None
-    if spec.where and not infer:
+    if spec.where and kind.engine != "openvino":
         emit(event="profiling")
-        model.train()
-        where = time_by_operator(lambda: train_step(batch), 4.0 * _pairs(batch) * size.attention_width)
+        model.train(not infer)
+        step_again = infer_step if infer else train_step
+        where = time_by_operator(lambda: step_again(batch), 4.0 * _pairs(batch) * size.attention_width)
     measured = Round(
         open_s=open_s,
         first_forward_s=first_forward_s or seconds[0],

@@ -63,7 +63,7 @@ class Spec(BaseModel):
     prompt: str | None = None
     new_tokens: int = 40
     where: bool = False
-    """One more step under the profiler after everything else."""
+    """One more step under the profiler after everything else; OpenVINO has none."""
 
 
 def parse(

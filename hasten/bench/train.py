@@ -77,8 +77,6 @@ def bench_train(settings: Settings, screen: Screen) -> report.BenchReport:
     blocks = make_blocks(
         settings.model, settings.data, settings.steps, batch, sequence_tokens, settings.seed, screen
     )
-    if settings.where and settings.task == "infer":
-        raise ConfigError("--where shows a training step; task 'infer' has none; allowed: clm, mlm")
     if not bf16:
         screen.note(f"every contender runs in fp32: {bf16_reason}")
     if settings.tune and any(CONTENDERS[name].engine == "hasten" for name in settings.contenders):

@@ -57,6 +57,17 @@ def test_losses_are_those_of_a_plain_loop(spec: Spec):
     assert got.round.losses[-1] < got.round.losses[0]
 
 
+@pytest.mark.parametrize("task", ["clm", "infer"])
+def test_where_the_time_of_a_step_goes(spec: Spec, task: str):
+    plain = contender.run(spec.model_copy(update={"task": task, "where": False})).round
+    got = contender.run(spec.model_copy(update={"task": task, "where": True})).round
+    assert (plain.where, got.losses) == (None, plain.losses)
+    assert got.where is not None
+    names = [row.operator for row in got.where]
+    assert {"products of matrices", "aten::_scaled_dot_product_flash_attention_for_cpu"} & set(names)
+    assert ("optimizer" in names) == (task == "clm")
+
+
 @pytest.mark.parametrize(("name", "measured"), [("eager-fp32", True), ("hasten-fp32", False)])
 def test_plain_fp32_says_what_its_loss_rounds_off(spec: Spec, name: str, measured: bool):
     rounding = contender.run(spec.model_copy(update={"contender": name})).round.loss_rounding
