@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.base.errors import InputError, first_line
 from hasten.ops.panels import Panels
 from hasten.serve.fuse import fuse
 from hasten.serve.program import OPCODES, Instruction, Program, Ref, Root
@@ -258,8 +259,18 @@ def _aligned(floats: int) -> Tensor:
 
 def _pool(floats: int) -> Tensor:
     """Zeros whose pages are taken when they are first written, huge ones where the system has them: first
-    writes of small ones were a sixth of a prompt's time."""
-    region = mmap.mmap(-1, max(4 * floats, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    writes of small ones were a sixth of a prompt's time.
+
+    Raises:
+        InputError: the system has no room for it.
+    """
+    try:
+        region = mmap.mmap(-1, max(4 * floats, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"{4 * floats / 1e9:,.1f} GB for keys and values cannot be had: {first_line(error)}; give the "
+            "cache less memory (--cache-gib), or a shorter context"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             region.madvise(mmap.MADV_HUGEPAGE)

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hasten.base.errors import InputError
+from hasten.bench.memory import resident_bytes
 from hasten.ops import native
 from hasten.ops.panels import FLOAT32, pack
+from hasten.serve import link
 from hasten.serve.link import CacheSettings, Linked, barriers, plan_arena, with_prepare
 from hasten.serve.native_runner import NativeRunner
 from hasten.serve.program import Program
@@ -110,3 +113,19 @@ def test_a_program_as_data_comes_back_the_same() -> None:
     data = json.loads(json.dumps(program.as_dict()))
     again = Program.from_dict(data, list(program.vectors), list(program.tables))
     assert again == program
+
+
+def test_a_pool_is_zeros_and_takes_its_pages_when_they_are_written() -> None:
+    pool = link._pool(1 << 30)  # 4 GB
+    try:
+        resident = resident_bytes()
+        assert pool[:: 1 << 28].tolist() == [0.0] * 4
+        pool[5] = 1.0
+        assert resident_bytes() - resident < 64 << 20
+    finally:
+        del pool
+
+
+def test_more_than_the_system_has_is_one_message() -> None:
+    with pytest.raises(InputError, match=r"GB for keys and values cannot be had: .*less memory"):
+        link._pool(1 << 60)
