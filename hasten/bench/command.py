@@ -20,6 +20,7 @@ from hasten.bench.generation import names as generation
 from hasten.bench.serving import names as serving
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.console import RenderableType
 
     from hasten.base.screen import Screen
@@ -118,11 +119,9 @@ def train(
     """
     names = parse(contenders)
     with _measuring() as screen:
-        from hasten.bench import report as reports
         from hasten.bench.train import Settings, bench_train
 
-        if json is not None and json != _STDOUT:
-            reports.check_writable(json)
+        _check_writable(json)
         settings = Settings(
             model,
             batch,
@@ -140,8 +139,7 @@ def train(
             code = _train_levels(settings, levels, json, screen)
             raise typer.Exit(code)
         report = bench_train(settings, screen)
-        if json is not None and json != _STDOUT:
-            reports.save(report, json)
+        _save(report, json)
     _show_train(report, print_json=json == _STDOUT)
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
@@ -194,8 +192,7 @@ def generate(
         from hasten.bench.generation import table
         from hasten.bench.generation.run import Settings, bench_generate
 
-        if json is not None and json != _STDOUT:
-            reports.check_writable(json)
+        _check_writable(json)
         settings = Settings(
             model,
             prompt_tokens,
@@ -209,8 +206,7 @@ def generate(
             where=where,
         )
         report = bench_generate(settings, screen)
-        if json is not None and json != _STDOUT:
-            reports.save(report, json)
+        _save(report, json)
     _show(reports.dump(report) if json == _STDOUT else table.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
@@ -243,12 +239,10 @@ def serve(
         from hasten.bench.serving import table
         from hasten.bench.serving.run import Settings, bench_serve
 
-        if json is not None and json != _STDOUT:
-            reports.check_writable(json)
+        _check_writable(json)
         settings = Settings(model, prompt_tokens, new_tokens, clients, requests_per_client, names, data)
         report = bench_serve(settings, screen)
-        if json is not None and json != _STDOUT:
-            reports.save(report, json)
+        _save(report, json)
     _show(reports.dump(report) if json == _STDOUT else table.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
@@ -276,11 +270,9 @@ def quality(
         from hasten.bench import report as reports
 
         wanted = qualities.parse_formats(formats)
-        if json is not None and json != _STDOUT:
-            reports.check_writable(json)
+        _check_writable(json)
         report = qualities.bench_quality(model, wanted, screen)
-        if json is not None and json != _STDOUT:
-            reports.save(report, json)
+        _save(report, json)
     _show(reports.dump(report) if json == _STDOUT else qualities.render(report))
     raise typer.Exit(_exit_code(report.interrupted, bool(report.failed)))
 
@@ -304,11 +296,9 @@ def ops(
         from hasten.bench import ops as operators
         from hasten.bench import report as reports
 
-        if json is not None and json != _STDOUT:
-            reports.check_writable(json)
+        _check_writable(json)
         report = operators.bench_ops(op, case, seconds, screen, every=every, tune=not no_tune)
-        if json is not None and json != _STDOUT:
-            reports.save(report, json)
+        _save(report, json)
     _show(reports.dump(report) if json == _STDOUT else operators.render(report))
     raise typer.Exit(_exit_code(report.interrupted, failed=False))
 
@@ -332,6 +322,21 @@ def _exit_code(interrupted: Interruption | None, failed: bool) -> int:
     if interrupted is not None:
         return 128 + signal.Signals[interrupted.signal]
     return 1 if failed else 0
+
+
+def _check_writable(json: Path | None) -> None:
+    """Before a long run: whether its report can be written where it is to go."""
+    from hasten.bench.report import check_writable
+
+    if json is not None and json != _STDOUT:
+        check_writable(json)
+
+
+def _save(report: BaseModel, json: Path | None) -> None:
+    from hasten.bench.report import save
+
+    if json is not None and json != _STDOUT:
+        save(report, json)
 
 
 def _show(what: str | RenderableType) -> None:
@@ -359,8 +364,7 @@ def _train_levels(settings: Settings, names: str, json: Path | None, screen: Scr
     from hasten.bench.train import bench_levels
 
     report = bench_levels(settings, levels.parse_levels(names, detect()), screen)
-    if json is not None and json != _STDOUT:
-        reports.save(report, json)
+    _save(report, json)
     if json == _STDOUT:
         _show(reports.dump(report))
     else:

@@ -31,7 +31,7 @@ from hasten.bench.openvino_model import openvino_forward
 from hasten.bench.report import Outcome, Round
 from hasten.bench.tasks import check_task, loss_rounding, probe_loss
 from hasten.bench.where import time_by_operator
-from hasten.bench.workload import model_size, open_workload_model
+from hasten.bench.workload import is_masked, model_size, open_workload_model, visible_keys
 
 
 def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
@@ -129,7 +129,9 @@ def run(spec: Spec, emit: Emit = lambda **event: None) -> Outcome:
         emit(event="profiling")
         model.train(not infer)
         step_again = infer_step if infer else train_step
-        where = time_by_operator(lambda: step_again(batch), 4.0 * _pairs(batch) * size.attention_width)
+        count, tokens = batch["input_ids"].shape
+        keys = visible_keys(count, tokens, batch.get("position_ids"), not is_masked(spec.model))
+        where = time_by_operator(lambda: step_again(batch), 4.0 * keys * size.attention_width)
     measured = Round(
         open_s=open_s,
         first_forward_s=first_forward_s or seconds[0],
@@ -157,13 +159,6 @@ def _prepare(model: Any, kind: Kind, spec: Spec) -> tuple[Callable[..., Any], An
         # As `hasten train` does: this loop writes no weights behind the optimizer's back.
         return model, AdamW(model.parameters(), lr=spec.learning_rate, shadows=True)
     return model, torch.optim.AdamW(model.parameters(), lr=spec.learning_rate)
-
-
-def _pairs(batch: dict[str, torch.Tensor]) -> float:
-    """Query-key pairs a head: of each document where there are positions of documents, else all."""
-    positions = batch.get("position_ids")
-    rows, tokens = batch["input_ids"].shape
-    return float(rows * tokens**2 if positions is None else (positions + 1).sum())
 
 
 def _precision(kind: Kind, spec: Spec) -> contextlib.AbstractContextManager[Any]:

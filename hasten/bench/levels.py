@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hasten.base.errors import ConfigError, nearest
 from hasten.base.facts import ISA_LEVELS, Facts
-from hasten.bench.report import BenchReport
+from hasten.bench.report import BenchReport, Frozen
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "generic": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -25,10 +25,8 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 _WITH_BF16 = ("avx512", "amx")
 
 
-class LevelsReport(BaseModel):
+class LevelsReport(Frozen):
     """One report of `hasten bench train` for each level, in the order they ran."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_name: Literal["hasten.bench.levels/1"] = Field(default="hasten.bench.levels/1", alias="schema")
     environment: dict[str, dict[str, str]]

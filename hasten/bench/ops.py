@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -25,7 +25,7 @@ from hasten.base.errors import ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.screen import Screen
 from hasten.bench import train
-from hasten.bench.report import Interruption, Limits
+from hasten.bench.report import Frozen, Interruption, Limits
 from hasten.ops import native
 from hasten.ops.cases import Case, all_cases, check_backward, check_forward
 from hasten.train.stop import Interrupted
@@ -37,10 +37,8 @@ MIN_PAIRS = 3
 MAX_PAIRS = 2000
 
 
-class OpRow(BaseModel):
+class OpRow(Frozen):
     """One case in one dtype, forward alone or forward and backward together."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     op: str
     case: str
@@ -66,10 +64,8 @@ class OpRow(BaseModel):
     """The longer of bytes / bandwidth and flops / peak, over time_s; above 1 for data in cache."""
 
 
-class OpsReport(BaseModel):
+class OpsReport(Frozen):
     """The report of `hasten bench ops`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_name: Literal["hasten.bench.ops/2"] = Field(default="hasten.bench.ops/2", alias="schema")
     date: str

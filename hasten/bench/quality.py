@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,7 +22,7 @@ from hasten.base.errors import ConfigError, HastenError, first_line, nearest
 from hasten.base.facts import detect
 from hasten.base.screen import Screen
 from hasten.bench import train
-from hasten.bench.report import Interruption, read
+from hasten.bench.report import Frozen, Interruption, read
 from hasten.bench.workload import RANDOM, TINY
 
 SCHEMA = "hasten.bench.quality/1"
@@ -31,11 +31,7 @@ FORMATS = ("bfloat16", "bfloat16+int8", "int8", "5", "4.5", "int4", "stored", "s
 _DEFAULT_CACHE = "bfloat16"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Row(_Frozen):
+class Row(Frozen):
     """One format. Distances are from the model in float32; KL in nats."""
 
     weights: str
@@ -56,7 +52,7 @@ class Row(_Frozen):
     """Whether `--check` would serve it."""
 
 
-class QualityReport(_Frozen):
+class QualityReport(Frozen):
     """The whole report."""
 
     schema_name: Literal["hasten.bench.quality/1"] = Field(default="hasten.bench.quality/1", alias="schema")
@@ -91,20 +87,17 @@ def parse_formats(text: str | None) -> tuple[Format, ...]:
     Raises:
         ConfigError: a name that `hasten generate` does not take, a repeated one, or none.
     """
-    from hasten.serve.open import CACHES, WEIGHTS
+    from hasten.serve.open import WEIGHTS, check_formats
 
     found: list[Format] = []
     names = FORMATS if text is None else [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         weights, plus, cache = name.partition("+")
-        if weights == "auto" or (weights not in WEIGHTS and not _is_number(weights)):
-            raise ConfigError(
-                f"format {name!r}: weights {weights!r} are unknown; {nearest(weights, WEIGHTS[1:])}, or bits "
-                "a weight, for example 4.5"
-            )
-        if plus and cache not in CACHES:
-            raise ConfigError(f"format {name!r}: cache {cache!r} is unknown; {nearest(cache, CACHES)}")
-        found.append(Format(weights, cache or _DEFAULT_CACHE))
+        form = Format(weights, cache if plus else _DEFAULT_CACHE)
+        if weights == "auto":
+            raise ConfigError(f"format {name!r}: name the weights; {nearest(weights, WEIGHTS[1:])}")
+        check_formats(*form)
+        found.append(form)
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"formats = {text!r}: name each once, at least one, e.g. bfloat16,stored+int8,4.5")
     return tuple(found)
@@ -243,10 +236,3 @@ def _remembered(logits: Any) -> Any:
         return seen[key]
 
     return answer
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False

@@ -18,11 +18,13 @@ SCHEMA = "hasten.bench.train/3"
 _Report = TypeVar("_Report", bound=BaseModel)
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A part of a report: nothing changes it, and unknown fields are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Limits(_Frozen):
+class Limits(Frozen):
     """What this machine can do at most, measured by `hasten.bench.limits` just before the contenders ran."""
 
     gemm_flops_per_s: float = Field(gt=0)
@@ -34,7 +36,7 @@ class Limits(_Frozen):
     threads: int = Field(ge=1)
 
 
-class ModelSize(_Frozen):
+class ModelSize(Frozen):
     """What the arithmetic of a step depends on."""
 
     parameters: int
@@ -47,7 +49,7 @@ class ModelSize(_Frozen):
     """The model takes `position_ids`, so a token sees its own document alone."""
 
 
-class Workload(_Frozen):
+class Workload(Frozen):
     """What every contender does: the same weights, the same token blocks, the same learning rate."""
 
     model: str
@@ -70,7 +72,7 @@ class Workload(_Frozen):
     prompt: str | None = None
 
 
-class OperatorTime(_Frozen):
+class OperatorTime(Frozen):
     """What one operator takes of a step under torch's profiler, which costs some time itself."""
 
     operator: str
@@ -84,7 +86,7 @@ class OperatorTime(_Frozen):
     """Operations a second over the measured matrix-product peak of the contender's dtype."""
 
 
-class Round(_Frozen):
+class Round(Frozen):
     """One process of one contender."""
 
     open_s: float
@@ -108,14 +110,14 @@ class Round(_Frozen):
     """Of one more step, where that was asked for."""
 
 
-class Outcome(_Frozen):
+class Outcome(Frozen):
     """What the process of a contender hands back."""
 
     round: Round
     size: ModelSize
 
 
-class Contender(_Frozen):
+class Contender(Frozen):
     """One contender over all its rounds."""
 
     description: str
@@ -147,7 +149,7 @@ class Contender(_Frozen):
     rounds: list[Round]
 
 
-class Ratio(_Frozen):
+class Ratio(Frozen):
     """A contender against a base. Numbers above 1 are better for `speed`, below 1 for `peak_memory`."""
 
     speed: float | None
@@ -158,7 +160,7 @@ class Ratio(_Frozen):
     """The contender's first forward pass minus the base's: what capture or compilation costs."""
 
 
-class Agreement(_Frozen):
+class Agreement(Frozen):
     """Whether a contender's losses equal its base's within the bound for its dtype; relative numbers."""
 
     contender: str
@@ -175,7 +177,7 @@ class Agreement(_Frozen):
     agree: bool
 
 
-class Interruption(_Frozen):
+class Interruption(Frozen):
     """The signal that ended a bench before its last contender, and where it was."""
 
     signal: str
@@ -184,7 +186,7 @@ class Interruption(_Frozen):
     """What ran; nothing of it is in the report."""
 
 
-class BenchReport(_Frozen):
+class BenchReport(Frozen):
     """The whole report. `extra="forbid"`: a reader of another version fails loudly."""
 
     schema_name: Literal["hasten.bench.train/3"] = Field(default="hasten.bench.train/3", alias="schema")

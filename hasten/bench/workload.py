@@ -42,10 +42,18 @@ class Blocks(NamedTuple):
     def visible_keys_per_step(self, batch: int, sees_documents: bool, causal: bool = True) -> float:
         """Query-key pairs a step, a head: of a causal model within a document, or within a row; else all."""
         R, S = self.input_ids.shape
-        if not causal:
-            return float(batch * S * S)
-        pairs = float((self.position_ids + 1).sum()) if sees_documents else R * S * (S + 1) / 2
-        return pairs * batch / R
+        return visible_keys(R, S, self.position_ids if sees_documents else None, causal) * batch / R
+
+
+def visible_keys(rows: int, tokens: int, position_ids: Any, causal: bool) -> float:
+    """Query-key pairs, a head, of `rows` rows; `position_ids`: array or tensor, of documents that see
+    themselves alone, or None.
+    """
+    if not causal:
+        return float(rows * tokens**2)
+    if position_ids is None:
+        return rows * tokens * (tokens + 1) / 2
+    return float((position_ids + 1).sum())
 
 
 def parse_batch(text: str) -> tuple[int, int]:

@@ -88,12 +88,7 @@ def open_runner(
         ConfigError: a name or a number that is not allowed.
         InputError: as `hasten.models.open_model`.
     """
-    if weights not in WEIGHTS and not _bits(weights):
-        raise ConfigError(
-            f"weights = {weights!r}: {nearest(weights, WEIGHTS)}, or bits a weight, for example 4.5"
-        )
-    if cache not in CACHES:
-        raise ConfigError(f"cache = {cache!r}: {nearest(cache, CACHES)}")
+    check_formats(weights, cache)
     screen = screen or Screen(enabled=False)
     started = time.perf_counter()
     path, fingerprint = _locate(model)
@@ -119,6 +114,20 @@ def open_runner(
         from_disk, time.perf_counter() - started, dict(stored.note),
     )  # fmt: skip
     return Served(runner, stored.words or Words(""), about)
+
+
+def check_formats(weights: str, cache: str) -> None:
+    """Whether `open_runner` takes these.
+
+    Raises:
+        ConfigError: a name or a number that is not allowed.
+    """
+    if weights not in WEIGHTS and not (_bits(weights) or 0.0) > 0:
+        raise ConfigError(
+            f"weights = {weights!r}: {nearest(weights, WEIGHTS)}, or bits a weight, for example 4.5"
+        )
+    if cache not in CACHES:
+        raise ConfigError(f"cache = {cache!r}: {nearest(cache, CACHES)}")
 
 
 def open_engine(

@@ -106,3 +106,10 @@ def test_a_step_without_a_loss_is_refused_before_the_run(tmp_path: Path):
     (tmp_path / "a.txt").write_text("ab")
     labels = workload.make_blocks("tiny:llama", str(tmp_path), 3, 1, 8, 0, QUIET).labels
     assert (labels[:, 1:] != -100).any(axis=1).all()
+
+
+def test_pairs_that_a_query_sees():
+    assert workload.visible_keys(2, 4, None, causal=False) == 2 * 16
+    assert workload.visible_keys(2, 4, None, causal=True) == 2 * 10
+    documents = np.array([[0, 1, 0, 1], [0, 1, 2, 0]])
+    assert workload.visible_keys(2, 4, documents, causal=True) == (3 + 3) + (6 + 1)

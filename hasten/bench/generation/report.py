@@ -8,18 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from hasten.bench.report import Interruption, Limits, ModelSize, read
+from hasten.bench.report import Frozen, Interruption, Limits, ModelSize, read
 
 SCHEMA = "hasten.bench.generate/1"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Workload(_Frozen):
+class Workload(Frozen):
     """What every contender does: greedy answers of `new_tokens` tokens, end tokens ignored."""
 
     model: str
@@ -40,7 +36,7 @@ class Workload(_Frozen):
     """Of one prompt: 2 * parameters in products * tokens, the head for one token, and attention."""
 
 
-class Run(_Frozen):
+class Run(Frozen):
     """One prompt alone."""
 
     first_token_s: float = Field(gt=0)
@@ -48,7 +44,7 @@ class Run(_Frozen):
     """From the first token of the answer to the last."""
 
 
-class Streams(_Frozen):
+class Streams(Frozen):
     """Several prompts together."""
 
     streams: int = Field(ge=2)
@@ -64,7 +60,7 @@ class Streams(_Frozen):
     peak_rss_bytes: int
 
 
-class Round(_Frozen):
+class Round(Frozen):
     """One process of one contender."""
 
     open_s: float
@@ -87,7 +83,7 @@ class Round(_Frozen):
     where the contender cannot tell."""
 
 
-class Contender(_Frozen):
+class Contender(Frozen):
     """One contender over all its rounds; medians."""
 
     description: str
@@ -132,7 +128,7 @@ class Contender(_Frozen):
     rounds: list[Round]
 
 
-class Agreement(_Frozen):
+class Agreement(Frozen):
     """What plain PyTorch in fp32 says of a contender's tokens, given the same tokens before each."""
 
     contender: str
@@ -155,7 +151,7 @@ class Agreement(_Frozen):
     agree: bool
 
 
-class Ratio(_Frozen):
+class Ratio(Frozen):
     """A contender against a base. Speeds above 1 are better, the others below 1; null where one of the two
     does not agree with the judge.
     """
@@ -170,7 +166,7 @@ class Ratio(_Frozen):
     """By number of streams: `decode_tokens_per_s` over the base's."""
 
 
-class Longest(_Frozen):
+class Longest(Frozen):
     """The longest context of a contender within a budget of memory."""
 
     tokens: int
@@ -182,7 +178,7 @@ class Longest(_Frozen):
     """Peak memory by tokens, of every process that was tried."""
 
 
-class LongestContext(_Frozen):
+class LongestContext(Frozen):
     """See `hasten.bench.generation.context`."""
 
     budget_bytes: int
@@ -195,7 +191,7 @@ class LongestContext(_Frozen):
     """Tokens over `budget_tokens`."""
 
 
-class GenerateReport(_Frozen):
+class GenerateReport(Frozen):
     """The whole report. `extra="forbid"`: a reader of another version fails loudly."""
 
     schema_name: Literal["hasten.bench.generate/1"] = Field(default="hasten.bench.generate/1", alias="schema")

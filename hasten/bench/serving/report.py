@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from hasten.bench.report import Interruption, Limits
+from hasten.bench.report import Frozen, Interruption, Limits
 
 SCHEMA = "hasten.bench.serve/1"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Workload(_Frozen):
+class Workload(Frozen):
     """What every server is asked."""
 
     model: str
@@ -28,7 +24,7 @@ class Workload(_Frozen):
     requests_per_client: int
 
 
-class Level(_Frozen):
+class Level(Frozen):
     """One level of concurrency; seconds."""
 
     requests: int
@@ -45,7 +41,7 @@ class Level(_Frozen):
     inter_token_p95_s: float
 
 
-class Contender(_Frozen):
+class Contender(Frozen):
     """One server."""
 
     description: str
@@ -65,7 +61,7 @@ class Contender(_Frozen):
     """The first few failures."""
 
 
-class Ratio(_Frozen):
+class Ratio(Frozen):
     """A server against another at one level; null where it gave wrong answers or failed."""
 
     tokens_per_s: float | None
@@ -74,7 +70,7 @@ class Ratio(_Frozen):
     inter_token_p50: float | None
 
 
-class ServeReport(_Frozen):
+class ServeReport(Frozen):
     """The whole report."""
 
     schema_name: Literal["hasten.bench.serve/1"] = Field(default="hasten.bench.serve/1", alias="schema")
