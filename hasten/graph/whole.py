@@ -52,8 +52,8 @@ def capture_whole(model: Any, tokens: int | None = None) -> Whole:
         tokens: of the row; default: the first prime from 67 on that divides no size of the model.
 
     Raises:
-        CaptureError: it takes no position_ids where it needs them, its masks are not causal with at most a
-            window, or tracing fails.
+        CaptureError: it takes no position_ids where it needs them, a mask is neither causal with at most a
+            window nor one that hides nothing, or tracing fails.
     """
     tokens = tokens or _prime_beside(model)
     accepted = inspect.signature(type(model).forward).parameters

@@ -37,7 +37,7 @@ def lower(whole: Whole, dense: Callable[[str], Tensor], vocab_size: int, context
     Raises:
         CaptureError: names the node that has no instruction.
     """
-    rows = Rows(whole, dense, vocab_size, context_tokens)
+    rows = Rows(whole, dense, context_tokens)
     output = rows.graph.output_node().args[0]
     if isinstance(output, (tuple, list)):
         output = output[0]
@@ -146,7 +146,6 @@ def _linear(rows: Rows, node: fx.Node, args: list[Any]) -> Value:
         before = source
         rows.selected = True
         source = rows.new(before.meta.shape, node)
-        source = Value("root", source.index, source.meta)
         rows.emit("select", node, n0=1, n1=K, dst=rows.ref(source), a=rows.ref(before))
     N = shape_of(node)[-1]
     vector = -1

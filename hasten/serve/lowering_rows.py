@@ -39,13 +39,11 @@ class RefusedError(CaptureError):
 class Rows:
     """Operands and instructions of one program."""
 
-    def __init__(
-        self, whole: Whole, dense: Callable[[str], Tensor], vocab_size: int, context_tokens: int
-    ) -> None:
+    def __init__(self, whole: Whole, dense: Callable[[str], Tensor], context_tokens: int) -> None:
         self.T = whole.tokens
         self.graph = whole.module.graph
         self.names = whole.names
-        self.vocab_size, self.context_tokens = vocab_size, context_tokens
+        self.context_tokens = context_tokens
         self.evaluator = Evaluator(whole, dense, context_tokens)
         self.further = Further(whole, dense, context_tokens)
         self.values: dict[fx.Node, Value | list[Value]] = {}

@@ -8,6 +8,7 @@ pass, and the reason is in `About`.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def check_formats(weights: str, cache: str) -> None:
     Raises:
         ConfigError: a name or a number that is not allowed.
     """
-    if weights not in WEIGHTS and not (_bits(weights) or 0.0) > 0:
+    if weights not in WEIGHTS and not _bits(weights):
         raise ConfigError(
             f"weights = {weights!r}: {nearest(weights, WEIGHTS)}, or bits a weight, for example 4.5"
         )
@@ -151,11 +152,12 @@ def open_engine(
 
 
 def _bits(weights: str) -> float | None:
-    """Bits a weight, where that is what was asked for."""
+    """Bits a weight, where a positive number was asked for."""
     try:
-        return float(weights)
+        bits = float(weights)
     except ValueError:
         return None
+    return bits if 0 < bits < math.inf else None
 
 
 def _locate(model: str | Path) -> tuple[Any, str]:

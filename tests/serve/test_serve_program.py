@@ -166,11 +166,11 @@ def test_a_model_without_a_program_is_served_by_its_own_forward(name: str):
 ALONE = [
     (tiny_model, "llama"),
     (tiny_model, "mistral"),
-    *((unlisted_model, n) for n in ("gpt_neo", "mixtral")),
+    *((unlisted_model, n) for n in ("gpt_neo", "mixtral", "deepseek_v3_moe")),
 ]
 
 
-@pytest.mark.parametrize(("make", "family"), [*ALONE, (unlisted_model, "deepseek_v3_moe")])
+@pytest.mark.parametrize(("make", "family"), ALONE)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: str, cache: str):
     """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt."""

@@ -41,6 +41,8 @@ async def complete(state: State, body: CompletionBody, http: HttpRequest) -> Res
 async def _start(state: State, model: TextModel, body: CompletionBody, http: HttpRequest) -> _Answer:
     prompts = body.prompts(state.settings.limits)
     top = body.logprobs
+    # Log-probabilities of the prompt come with a token, which is left out if none is wanted.
+    scored = bool(body.echo) and top is not None
     requests, echoes = [], []
     for place, prompt in enumerate(prompts):
         where = "prompt" if len(prompts) == 1 else f"prompt[{place}]"
@@ -48,8 +50,6 @@ async def _start(state: State, model: TextModel, body: CompletionBody, http: Htt
         if not tokens:
             raise bad_request(f"{where} is empty", where)
         check_tokens(model, tokens, where)
-        # Log-probabilities of the prompt come with a token, which is left out if none is wanted.
-        scored = bool(body.echo) and top is not None
         max_tokens = room(
             model, len(tokens), body.max_tokens, _DEFAULT_TOKENS, "max_tokens" if body.max_tokens else where
         )
@@ -67,8 +67,7 @@ async def _start(state: State, model: TextModel, body: CompletionBody, http: Htt
             requests.append(Request(prompt_tokens=tokens, params=params, request_id=http.state.request_id))
         else:
             requests.append(Request(prompt_tokens=tokens))
-    runs = body.max_tokens != 0 or (body.echo and top is not None)
-    generation = Generation(state, model, requests) if runs else None
+    generation = Generation(state, model, requests) if body.max_tokens != 0 or scored else None
     return _Answer(body, model, generation, echoes, [list(request.prompt_tokens) for request in requests])
 
 
