@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner.score import Score, score_folder
+from hasten.base.files import write_atomically
 
 
 def show(found: dict[str, Score], console: Console) -> None:
@@ -61,9 +61,7 @@ def main() -> None:
     show(found, Console(width=130))
     if asked.json:
         text = json.dumps({file: score.summary() for file, score in found.items()}, indent=1)
-        part = asked.json.with_name(asked.json.name + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, asked.json)
+        write_atomically(asked.json, text + "\n")
 
 
 if __name__ == "__main__":

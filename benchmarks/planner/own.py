@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hasten.base.files import write_atomically
 from hasten.plan import cluster as clusters
 from hasten.plan.estimate import estimate
 from hasten.plan.job import Job
@@ -165,7 +166,7 @@ def main() -> None:
         print(f"{name}: mean error {summary[name]} %, at most {max(errors):.1f} %, {len(rows)} runs")
     if arguments.json:
         document = {"mean_abs_pct": summary, "cluster": cluster.model_dump(), "runs": found}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_atomically(arguments.json, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from hasten.base.errors import ConfigError
 from hasten.plan.candidates import candidates, check_fixed
 from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, Interval
+from hasten.plan.flops import training_flops
 from hasten.plan.job import Job
 from hasten.plan.memory import stage_memory
 from hasten.plan.model import ModelShape
@@ -216,7 +217,7 @@ def training(item: Estimate, model: ModelShape, cluster: Cluster, job: Job) -> T
         high=steps * item.step_s.high / SECONDS_PER_DAY,
     )
     hours = days.value * 24 * item.layout.devices
-    flops = 6.0 * model.active_parameters * job.tokens_total
+    flops = training_flops(model.active_parameters, job.tokens_total)
     return Training(job.tokens_total, flops, days, hours, hours * cluster.price_per_device_hour)
 
 

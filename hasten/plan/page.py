@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from hasten.plan.document import MOST_EVENTS
 from hasten.plan.search import spell_time
 
 # Okabe and Ito's colours, which people who see colours differently tell apart; each also has its legend in
@@ -186,7 +187,7 @@ def _timeline(best: Mapping[str, Any]) -> str:
     legend = _legend([(kind, colour) for kind, colour in _KINDS.items() if any(e[1] == kind for e in events)])
     cut = (
         " The first part of a step is shown."
-        if end < 0.98 * best["step_s"]["value"] and len(events) >= 1000
+        if end < 0.98 * best["step_s"]["value"] and len(events) >= MOST_EVENTS
         else ""
     )
     note = f'<p class="soft">A row is a pipeline stage, a gap is the bubble.{cut}</p>'

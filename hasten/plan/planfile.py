@@ -6,6 +6,8 @@ devices share the run stands in `[layout]`.
 
 from __future__ import annotations
 
+import json
+
 from hasten.base.errors import ConfigError
 from hasten.plan.estimate import Estimate
 from hasten.plan.job import Job
@@ -22,7 +24,7 @@ def plan_toml(item: Estimate, job: Job, model_id: str) -> str:
         model_id: what `hasten train` opens: a preset, a hub id, a folder, a GGUF file.
 
     Raises:
-        ConfigError: a format in which `hasten train` does not compute.
+        ConfigError: a format, an optimizer or a place for its states that `hasten train` does not have.
     """
     if job.precision not in _PRECISIONS:
         raise ConfigError(
@@ -30,6 +32,13 @@ def plan_toml(item: Estimate, job: Job, model_id: str) -> str:
             f"with one of them"
         )
     layout = item.layout
+    if layout.offload != "none" or job.optimizer != "adamw":
+        what = (
+            f"offload = {layout.offload!r}" if layout.offload != "none" else f"optimizer = {job.optimizer!r}"
+        )
+        raise ConfigError(
+            f"{what}: hasten train has adamw alone, with its states on the device; plan with both"
+        )
     S = job.sequence
     lines = [
         "# Written by `hasten plan`; run it with: hasten train plan.toml --data my-texts/",
@@ -39,7 +48,7 @@ def plan_toml(item: Estimate, job: Job, model_id: str) -> str:
         f"gradient_checkpointing = {str(layout.recompute != 'none').lower()}",
         "",
         "[model]",
-        f'id = "{model_id}"',
+        f"id = {json.dumps(model_id, ensure_ascii=False)}",
         "",
         "[batch]",
         f"sequence_tokens = {S}",

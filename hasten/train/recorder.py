@@ -57,12 +57,10 @@ class Recorder:
             )
         make_folder(file.parent, f"--profile {file}: cannot be written")
         self.file = file
-        device = next(model.parameters()).device.type
-        name = detect().processor.value if device == "cpu" else torch.cuda.get_device_properties(0).name
         batch = config.batch
         self._facts = {
             "format": FORMAT,
-            "device": name,
+            "device": detect().processor.value,
             "model": from_config(model.config.to_dict(), config.model.id),  # type: ignore[union-attr, operator]
             "layout": Layout(
                 micro_batch=batch.micro_rows,
@@ -87,7 +85,7 @@ class Recorder:
         if not PROFILED <= self._steps < PROFILED + MOST_PROFILED:
             numbers = loop.step()
         else:
-            with profile(use_device="cuda" if torch.cuda.is_available() else None) as found:
+            with profile() as found:
                 numbers = loop.step()
             if numbers.step_s < self._profiled_s:
                 self._profiled_s = numbers.step_s
@@ -117,9 +115,8 @@ class Recorder:
 
 
 def _seconds(found: profile) -> dict[str, float]:
-    """Seconds of each operator without those that it calls: of the device where it ran there."""
+    """Seconds of each operator without those that it calls."""
     seconds: dict[str, float] = {}
     for event in found.key_averages():
-        own = 1e-6 * (event.self_device_time_total or event.self_cpu_time_total)
-        seconds[event.key] = seconds.get(event.key, 0.0) + own
+        seconds[event.key] = seconds.get(event.key, 0.0) + 1e-6 * event.self_cpu_time_total
     return seconds

@@ -110,7 +110,7 @@ def _train(
             if recorder is not None:
                 try:
                     screen.note(recorder.write())
-                except OSError as error:
+                except (HastenError, OSError) as error:
                     part.fault(f"{recorder.file} ({error})")
         model_folder: Path | None = None
         adapter_folder: Path | None = None

@@ -361,6 +361,18 @@ def test_a_format_that_training_lacks_is_refused():
         plan_toml(_item(Layout(micro_batch=8)), Job(batch=8, sequence=512, precision="fp16"), "m")
 
 
+@pytest.mark.parametrize(
+    ("layout", "job", "words"),
+    [
+        (Layout(micro_batch=8, offload="optimizer"), Job(batch=8, sequence=512), "offload = 'optimizer'"),
+        (Layout(micro_batch=8), Job(batch=8, sequence=512, optimizer="sgd"), "optimizer = 'sgd'"),
+    ],
+)
+def test_a_plan_that_train_cannot_follow_is_not_written(layout: Layout, job: Job, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_toml(_item(layout), job, "m")
+
+
 # This machine.
 def test_this_machine_without_a_measurement_is_an_order_of_magnitude(tmp_path):
     whole = this_machine(tmp_path)

@@ -61,6 +61,15 @@ def test_a_place_that_cannot_be_written_is_found_before_the_run(settings: Settin
     assert not (config.output.folder / "metrics.jsonl").exists()
 
 
+def test_a_profile_that_cannot_be_written_loses_no_model(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "step.json").mkdir()
+    config = settings(output__folder=str(tmp_path / "run"))
+    result = train(config, progress=False, profile=tmp_path / "step.json")
+    assert any("step.json" in fault for fault in result.faults)
+    assert result.model_folder is not None
+    assert (result.model_folder / "config.json").is_file()
+
+
 def test_adapters_have_no_profile(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="adapters"):
         train(settings(lora__r=2), progress=False, profile=tmp_path / "step.json")
