@@ -31,6 +31,7 @@ _TAIL = 0.999
 # Rows whose distributions are compared at a time; a vocabulary of 50,000 makes each 200 kB.
 _ROWS = 128
 _MIN_TOKENS = 16
+_PIECE_TOKENS = 512
 _MIN_CHARACTERS = 1500
 
 
@@ -64,7 +65,8 @@ class Gate:
         raise GateError(
             f"{self.what} makes the perplexity {self.perplexity_ratio:.4f} times that of the original on "
             f"{self.tokens} tokens; the limit is {max_perplexity_ratio:g}. Choose more bits "
-            f"(4.5, int8, bfloat16) or allow it: --max-perplexity-ratio {self._above():g}"
+            "(4.5, int8, bfloat16), let them learn from the original (int4:100), or allow it: "
+            f"--max-perplexity-ratio {self._above():g}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -158,25 +160,34 @@ def text_chunks(
     encode: Callable[[str], Sequence[int]],
     texts: Iterator[str],
     chunks: int = 8,
-    chunk_tokens: int = 512,
+    chunk_tokens: int = _PIECE_TOKENS,
     first_token: int | None = None,
+    of_each: int = 1,
 ) -> list[Tensor]:
     """Token ids of the beginnings of texts: `chunks` of them, int64 [chunk_tokens] at most.
 
-    `first_token`: put before each, where the model expects one (the tokenizer's bos) and `encode` puts none.
+    `first_token`: put before each text, where the model expects one (the tokenizer's bos) and `encode` puts
+    none. `of_each`: most chunks of one text, one after the other; those behind the first are always full.
     """
     found: list[Tensor] = []
     for text in texts:
         # A token has three to four characters of such texts; what is cut off need not be encoded.
-        ids = list(encode(text[: 8 * chunk_tokens]))
+        ids = list(encode(text[: 8 * chunk_tokens * of_each]))
         if first_token is not None and ids[:1] != [first_token]:
             ids.insert(0, first_token)
-        ids = ids[:chunk_tokens]
-        if len(ids) >= min(chunk_tokens, 2 * _MIN_TOKENS):
-            found.append(torch.tensor(ids))
-        if len(found) == chunks:
-            break
+        for begin in range(0, chunk_tokens * of_each, chunk_tokens):
+            part = ids[begin : begin + chunk_tokens]
+            if len(part) >= (chunk_tokens if begin else min(chunk_tokens, 2 * _MIN_TOKENS)):
+                found.append(torch.tensor(part))
+            if len(found) == chunks:
+                return found
     return found
+
+
+def piece_tokens(model: Any) -> int:
+    """Tokens of a piece of text for a transformers model: 512, or as many as it has positions for."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(_PIECE_TOKENS, int(longest or _PIECE_TOKENS))
 
 
 def _exponential(number: float) -> float:

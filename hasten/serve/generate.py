@@ -23,7 +23,7 @@ Examples:
 
   hasten generate model.gguf --raw "def fibonacci(n):" --max-tokens 64
 
-  hasten generate ./my-model --weights int4 --check "Hello"
+  hasten generate ./my-model --weights int4:200 --check "Hello"
 """
 
 MODEL = Annotated[str, typer.Argument(help="Preset, hub id, folder or GGUF file.")]
@@ -33,7 +33,8 @@ WEIGHTS = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="auto, stored, int4, int8, bfloat16, float32, or bits a weight: 4.5.",
+        help="auto, stored, int4, int8, bfloat16, float32, or bits a weight: 4.5. int4:200 learns from the "
+        "original for 200 steps, once.",
         show_default=True,
     ),
 ]

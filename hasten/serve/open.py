@@ -76,7 +76,8 @@ def open_runner(
         weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
             bits for each matrix within that budget, a number asks for so many bits a
             weight over the whole, "bfloat16" and "float32" are dense; "auto" is "stored" for a GGUF file
-            and "bfloat16" for all else.
+            and "bfloat16" for all else. "int4:100": what was quantised then learns from the model as it was
+            for 100 steps (`hasten.serve.distil`); it takes minutes, once.
         cache: of keys and values: "bfloat16", "int8" (half the memory; a scale for each token and head) or
             "float32".
         context_tokens: longest sequence; default: the model's own, at most 8192.
@@ -123,12 +124,34 @@ def check_formats(weights: str, cache: str) -> None:
     Raises:
         ConfigError: a name or a number that is not allowed.
     """
-    if weights not in WEIGHTS and not _bits(weights):
+    format, steps = parse_weights(weights)
+    if format not in WEIGHTS and not _bits(format):
         raise ConfigError(
-            f"weights = {weights!r}: {nearest(weights, WEIGHTS)}, or bits a weight, for example 4.5"
+            f"weights = {weights!r}: {nearest(format, WEIGHTS)}, or bits a weight, for example 4.5"
+        )
+    if steps is not None and format not in BUDGETS and not _bits(format):
+        raise ConfigError(
+            f"weights = {weights!r}: steps are for weights that are quantised here, {', '.join(BUDGETS)} or "
+            f"bits a weight, for example int4:{steps}"
         )
     if cache not in CACHES:
         raise ConfigError(f"cache = {cache!r}: {nearest(cache, CACHES)}")
+
+
+def parse_weights(weights: str) -> tuple[str, int | None]:
+    """`"int4:100"` as the format and the steps of distillation; None without steps.
+
+    Raises:
+        ConfigError: steps that are no positive number.
+    """
+    format, colon, steps = weights.partition(":")
+    if not colon:
+        return format, None
+    if not steps.isdecimal() or int(steps) == 0:
+        raise ConfigError(
+            f"weights = {weights!r}: steps are a positive whole number, for example {format}:100"
+        )
+    return format, int(steps)
 
 
 def open_engine(
@@ -207,42 +230,80 @@ def _pack(
     """Panels of every matrix, in the formats of `weights`, and what a report says of them."""
     from hasten.ops.panels import named
 
-    plan = None
-    if weights in BUDGETS or _bits(weights):
-        source, plan = _planned(path, weights, screen)
+    plan, note = None, dict[str, Any]()
+    format, steps = parse_weights(weights)
+    if format in BUDGETS or _bits(format):
+        source, plan, note = _planned(path, format, steps or 0, screen)
     panels = []
     with screen.bar("packing weights", len(program.matrices)) as bar:
         for i, use in enumerate(program.matrices):
-            form = named(weights) if weights in DENSE else None if plan is None else plan.format(use.weight)
+            form = named(format) if format in DENSE else None if plan is None else plan.format(use.weight)
             panels.append(source.panels(use.weight, form))
             bar.update(i + 1, use.weight.name)
-    return panels, {} if plan is None else {"plan": plan.as_dict()}
+    return panels, note
 
 
-def _planned(path: Any, budget: str, screen: Screen) -> tuple[Any, Any]:
-    """The plan of a budget, from a short calibration of the open model, and a source that knows it."""
+def _planned(path: Any, budget: str, steps: int, screen: Screen) -> tuple[Any, Any, dict[str, Any]]:
+    """A source that knows how to pack for a budget, the plan of its formats, and a note for reports."""
     import torch
 
     from hasten.models import open_model
     from hasten.serve.calibrate import calibrate
-    from hasten.serve.gate import default_text, text_chunks
+    from hasten.serve.gate import default_text, piece_tokens, text_chunks
     from hasten.serve.plan import plan_bits
     from hasten.serve.weights import open_source
 
     model, tokenizer = open_model(
         path, dtype=torch.bfloat16 if detect().bf16_in_hardware.value else torch.float32
     )
+    if steps and tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer, so there is no text to distil on; leave out :{steps}")
     calibration = None
     if tokenizer is not None:
         first = tokenizer.bos_token_id
-        chunks = text_chunks(tokenizer.encode, default_text(0), CALIBRATION_CHUNKS, first_token=first)
+        tokens = piece_tokens(model)
+        chunks = text_chunks(tokenizer.encode, default_text(0), CALIBRATION_CHUNKS, tokens, first)
         with screen.bar("calibrating", 1):
             calibration = calibrate(model, chunks)
     del model
     source = open_source(path)
     source.calibration = calibration
     with screen.bar("choosing bits", 1):
-        return source, plan_bits(source, budget)
+        plan = plan_bits(source, budget)
+    note: dict[str, Any] = {"plan": plan.as_dict()}
+    if steps:
+        note["distilled"] = _distil(path, source, plan, steps, screen)
+    return source, plan, note
+
+
+def _distil(path: Any, source: Any, plan: Any, steps: int, screen: Screen) -> dict[str, Any]:
+    """Gives the source matrices that have learnt, and returns what a report says of it."""
+    import torch
+
+    from hasten.models import open_model
+    from hasten.serve import distil
+    from hasten.serve.gate import default_text, piece_tokens, text_chunks
+
+    matrices = plan.quantised(source, screen)
+    distil.check_memory(sum(matrix.codes.numel() for matrix in matrices.values()))
+    model, tokenizer = open_model(path, dtype=torch.float32)
+    pieces = text_chunks(
+        tokenizer.encode,
+        default_text(0),
+        distil.HELD_BACK + distil.BATCH * steps,
+        piece_tokens(model),
+        tokenizer.bos_token_id,
+        of_each=distil.PIECES_OF_EACH,
+    )
+    found = distil.distil(model, matrices, [row.matrix for row in plan.rows], pieces, steps, screen)
+    if found.after >= found.before:
+        screen.warn(f"{path}: {steps} steps of distillation did not help; the weights stay as rounded")
+    else:
+        screen.note(
+            f"distilled: KL to the original {found.before:.4f} before, {found.after:.4f} after {steps} steps"
+        )
+    source.quantised = found.matrices
+    return {"steps": steps, "kl_before": found.before, "kl_after": found.after}
 
 
 def checked(served: Served, model: str | Path, max_perplexity_ratio: float, screen: Screen) -> Any:
@@ -252,10 +313,11 @@ def checked(served: Served, model: str | Path, max_perplexity_ratio: float, scre
         GateError: the perplexity ratio is above the limit.
     """
     from hasten.models import open_model
-    from hasten.serve.gate import compare, default_text, model_logits, text_chunks
+    from hasten.serve.gate import compare, default_text, model_logits, piece_tokens, text_chunks
 
     original, tokenizer = open_model(model)
-    chunks = text_chunks(tokenizer.encode, default_text(1), first_token=tokenizer.bos_token_id)
+    first, tokens = tokenizer.bos_token_id, piece_tokens(original)
+    chunks = text_chunks(tokenizer.encode, default_text(1), chunk_tokens=tokens, first_token=first)
     with screen.bar("comparing with the model's own weights", 1):
         gate = compare(model_logits(original), runner_logits(served.runner), chunks, served.about.weights)
     screen.note(str(gate))

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import ConfigError, nearest
+from hasten.base.screen import Screen
 from hasten.ops.panels import Format, named
 from hasten.serve.calibrate import Calibration, Matrix, matrices_of
-from hasten.serve.quantise import output_errors, search
+from hasten.serve.quantise import Quantised, output_errors, search
 from hasten.serve.weights import Source, Weight, part_of
 
 BUDGETS: dict[str, float | str] = {
@@ -102,6 +103,19 @@ class Plan:
     def error(self) -> float:
         """The errors of all matrices together: with a calibration the KL that is expected, nats a token."""
         return sum(row.error for row in self.rows)
+
+    def quantised(self, source: Source, screen: Screen) -> dict[str, Quantised]:
+        """The matrices whose formats have codes, each rounded by itself; by parameter."""
+        moments = source.calibration.moments if source.calibration else {}
+        found = {}
+        with screen.bar("quantising", len(self.rows)) as bar:
+            for number, row in enumerate(self.rows):
+                if not row.format.dense:
+                    matrix = row.matrix
+                    dense = part_of(source.dense(matrix.name), Weight(matrix.name, matrix.transposed))
+                    found[matrix.name] = search(dense, row.format, moments.get(matrix.name))
+                bar.update(number + 1, row.matrix.name)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,20 @@ class Quantised:
         return (
             self.codes.float() * scales + self.minima.float().repeat_interleave(group, 1)[:, :K]
         ) * self.unit
+
+    def part(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> Quantised:
+        """Some rows and columns. Raises ShapeError where columns do not begin or end at a group."""
+        down, across = slice(*(rows or (None,))), slice(*(columns or (None,)))
+        K, group = self.codes.shape[1], self.format.group
+        if columns and (columns[0] % group or (columns[1] % group and columns[1] != K)):
+            raise ShapeError(f"columns {columns[0]} to {columns[1]} cut groups of {group} apart")
+        groups = slice(columns[0] // group, -(-columns[1] // group)) if columns else slice(None)
+        return replace(
+            self,
+            codes=self.codes[down, across],
+            scales=self.scales[down, groups],
+            minima=None if self.minima is None else self.minima[down, groups],
+        )
 
     def panels(self) -> Panels:
         return pack_codes(self.codes, self.scales, self.minima, self.format, self.unit)

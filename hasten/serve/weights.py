@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hasten.base.errors import InputError, nearest
+from hasten.base.errors import InputError, ShapeError, nearest
 from hasten.ops.panels import BFLOAT16, FLOAT32, LANES, Format, Panels, pack
 from hasten.serve.fingerprint import files_fingerprint, folder_files
-from hasten.serve.quantise import quantise
+from hasten.serve.quantise import Quantised, quantise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +53,8 @@ class Source(Protocol):
 
     calibration: Calibration | None
     """Second moments of the inputs of projections, used by `panels` where it quantises."""
+    quantised: dict[str, Quantised]
+    """Whole matrices by parameter that have codes already; `panels` takes them where the format is theirs."""
 
     @property
     def fingerprint(self) -> str:
@@ -80,6 +82,7 @@ class _Source:
 
     def __init__(self, calibration: Calibration | None = None) -> None:
         self.calibration = calibration
+        self.quantised: dict[str, Quantised] = {}
         self._held: weakref.WeakValueDictionary[tuple[Any, ...], Panels] = weakref.WeakValueDictionary()
 
     def skeleton(self) -> Any:
@@ -120,6 +123,12 @@ class _Source:
         return pack(matrix, FLOAT32 if matrix.dtype == torch.float32 else BFLOAT16)
 
     def _quantised(self, name: str, weight: Weight, format: Format) -> Panels:
+        ready = self.quantised.get(name)
+        if ready is not None and ready.format == format:
+            try:
+                return ready.part(weight.rows, weight.columns).panels()
+            except ShapeError:
+                pass  # columns that cut a group apart are quantised by themselves
         moments = self.calibration.moments.get(name) if self.calibration and not format.dense else None
         if moments is not None and weight.columns:
             part = slice(*weight.columns)

@@ -10,7 +10,7 @@ import torch
 
 from hasten.base.errors import ConfigError, GateError, InputError, UserError
 from hasten.models import tiny_model
-from hasten.serve.gate import Gate, compare, default_text, model_logits, text_chunks
+from hasten.serve.gate import Gate, compare, default_text, model_logits, piece_tokens, text_chunks
 
 CHUNKS = [torch.arange(30) * 11 % 50, torch.arange(200) * 7 % 50, torch.tensor([3])]
 
@@ -107,3 +107,21 @@ def test_chunks_of_texts() -> None:
     )
     assert all(torch.equal(one, other) for one, other in zip(chunks, marked, strict=True))
     assert text_chunks(lambda text: list(text.encode()), iter(["short"])) == []
+
+
+def test_pieces_of_text_fit_the_model() -> None:
+    few = tiny_model("gpt2", n_positions=96)
+    assert piece_tokens(few) == 96
+    assert piece_tokens(tiny_model("llama", max_position_embeddings=4096)) == 512
+
+
+def test_several_pieces_of_one_text() -> None:
+    texts = iter([bytes([n]).decode() * n for n in (70, 40, 95)])
+    found = text_chunks(lambda text: list(text.encode()), texts, 10, 32, of_each=2)
+    assert [(int(chunk[0]), len(chunk)) for chunk in found] == [
+        (70, 32),
+        (70, 32),
+        (40, 32),
+        (95, 32),
+        (95, 32),
+    ]

@@ -92,11 +92,21 @@ def test_other_weights_are_held_to_the_models_own(small_model_folder: Path, cach
     assert "--max-perplexity-ratio" in said
 
 
+def test_weights_that_learnt_are_kept(small_model_folder: Path, cache: Path) -> None:
+    first, second = (generate(small_model_folder, cache, "--weights", "4.5:3") for _ in range(2))
+    assert (first["about"]["from_disk"], second["about"]["from_disk"]) == (False, True)
+    assert first["tokens"] == second["tokens"]
+    learnt = second["about"]["note"]["distilled"]
+    assert learnt["steps"] == 3
+    assert learnt["kl_before"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["MODEL", ""], "the prompt is empty"),
         (["MODEL", "x", "--weights", "int5"], "int4"),
+        (["MODEL", "x", "--weights", "int4:many"], "positive whole number"),
         (["MODEL", "x", "--weights", "0.5"], "this model takes at least"),
         (["MODEL", "x", "--context", "100000"], "positions for"),
         (["MODEL", "x", "--system", "Be brief."], "chat template"),

@@ -17,7 +17,7 @@ class Kind(NamedTuple):
     engine: str
     """`eager` or `compile` (both transformers), `llama.cpp` or `hasten`."""
     weights: str
-    """`float32`, `bfloat16`, `int8`, `int4`; `stored`: as the file has them, 4 bits where it has floats."""
+    """As `hasten generate --weights` has them; `stored`: as the file has them, 4 bits where it has floats."""
     draft_tokens: int = 0
     """Most tokens that are guessed from the prompt at a time."""
     cache: str = "bfloat16"
@@ -38,6 +38,7 @@ CONTENDERS: dict[str, Kind] = {
         "hasten's engine with the file's own weights, or 4 bits of a float model", "hasten", "stored"
     ),
     "hasten-cache8": Kind("hasten, with keys and values in 8 bits", "hasten", "stored", cache="int8"),
+    "hasten-int4": Kind("hasten, 4.0 bits a weight that learnt from the original", "hasten", "int4:200"),
     "hasten-draft": Kind("hasten, guessing tokens from the prompt", "hasten", "stored", draft_tokens=8),
 }
 
@@ -60,7 +61,7 @@ class Spec:
     """The model's file where it is a GGUF file."""
 
     weights: str
-    """What the contender makes of them: `float32`, `bfloat16`, `int8`, `int4` or `stored`."""
+    """What the contender makes of them, as `Kind.weights`."""
 
     prompts: list[list[int]]
     """Tokens; the first is timed from the start of the process, the others warm. No two begin alike, so

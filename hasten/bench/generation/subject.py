@@ -53,7 +53,7 @@ class Subject(NamedTuple):
     def weight_bytes(self, weights: str) -> int:
         """What a step reads of the weights: every matrix once, an untied table of embeddings not."""
         if weights != "stored":
-            return int(self.size.product_parameters * BITS[weights] / 8)
+            return int(self.size.product_parameters * BITS[weights.partition(":")[0]] / 8)
         if self.gguf is None:
             raise ValueError("a model without a GGUF file stores no kinds of its own")
         from hasten.models.gguf_file import GgufFile
