@@ -14,6 +14,7 @@ from benchmarks.planner.shapes import named
 from hasten.base.errors import UserError
 from hasten.plan.estimate import estimate
 from hasten.plan.flops import flops_per_token
+from hasten.plan.layout import Layout
 
 TIMES = (
     "vtrain_multi",
@@ -78,7 +79,7 @@ def tau_and_regret(groups: Iterable[Sequence[tuple[float, float]]]) -> tuple[flo
     """Kendall's tau over all pairs inside the groups, and the mean regret in per cent.
 
     Args:
-        groups: of (predicted, measured) seconds; pairs that were measured alike are left out.
+        groups: of (predicted, measured) seconds of each layout; pairs that were measured alike are left out.
     """
     agree = pairs = 0
     regrets = []
@@ -101,7 +102,8 @@ def times(
     file: str, lines: Iterable[Row]
 ) -> tuple[Score, dict[tuple[object, ...], list[tuple[float, float]]]]:
     """Step times of one file, and its comparable runs."""
-    score, groups, inside = Score(), {}, 0  # type: ignore[var-annotated]
+    score, inside = Score(), 0
+    found_by: dict[tuple[object, ...], dict[Layout, tuple[float, list[float]]]] = {}
     for row in lines:
         try:
             one = case(file, row)
@@ -111,7 +113,13 @@ def times(
             continue
         score.add(found.step_s.value, one.seconds, held_back(row))
         inside += found.step_s.low <= one.seconds <= found.step_s.high
-        groups.setdefault(one.group, []).append((found.step_s.value, one.seconds))
+        layouts = found_by.setdefault(one.group, {})
+        layouts.setdefault(one.layout, (found.step_s.value, []))[1].append(one.seconds)
+    # What is ranked are layouts: one that was measured several times counts once, with its mean.
+    groups = {
+        group: [(predicted, statistics.fmean(measured)) for predicted, measured in layouts.values()]
+        for group, layouts in found_by.items()
+    }
     score.tau, score.regret = tau_and_regret(groups.values())
     score.covered = 100 * inside / score.rows if score.rows else None
     return score, groups
