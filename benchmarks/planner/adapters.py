@@ -74,8 +74,8 @@ _JEAN_ZAY_MENDED = "02-25"
 
 
 def _conditions(row: Row) -> tuple[str, ...]:
-    """What makes two runs of one model incomparable though their layouts are all that the planner sees differ:
-    the exact device and number format, the source and its release, and a machine that was changed between."""
+    """What makes two runs of one model incomparable where the planner sees but their layouts differ: device and
+    number format as written, the source and its release, a machine that was changed in between."""
     release = re.search(r"release ([^;,]+)", row.get("locator") or "")
     day = re.match(r"(\d\d-\d\d);", row.get("notes") or "")
     told = [row.get(name) or "" for name in ("gpu", "gpu_mem_gb", "precision", "source")]
