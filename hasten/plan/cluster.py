@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hasten.base.errors import ConfigError, InputError, nearest
+from hasten.base.errors import ConfigError, InputError, first_fault, nearest
 
 
 class Sourced(BaseModel):
@@ -130,14 +130,13 @@ def build(values: Mapping[str, Any], where: str) -> Cluster:
     try:
         return Cluster(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "missing":
+        fault = first_fault(error)
+        field = fault.field
+        if fault.kind == "missing":
             raise InputError(f"{where}: the field {field!r} is missing") from None
-        if first["type"] == "extra_forbidden":
+        if fault.kind == "extra_forbidden":
             raise InputError(f"{where}: no field {field!r}; {nearest(field, Cluster.model_fields)}") from None
-        raise InputError(f"{where}: {field + ': ' if field else ''}{message}") from None
+        raise InputError(f"{where}: {field + ': ' if field else ''}{fault.said}") from None
 
 
 def presets() -> dict[str, dict[str, Any]]:
