@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hasten.base.cache import cache_folder
+from hasten.base.config import parse_override
 from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.base.facts import Facts, detect
 from hasten.plan import cluster as clusters
@@ -109,15 +109,9 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
     """`a.b=1` -> nested tables. A bare number is a figure that the user gives."""
     tree: dict[str, Any] = {}
     for text in settings:
-        name, equals, raw = text.partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"--set {text!r}: give NAME=VALUE, for example device.memory_bytes=64e9")
-        try:
-            value = tomllib.loads(f"value = {raw.strip()}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw.strip()
+        name, value = parse_override(text, "device.memory_bytes=64e9")
         into = tree
-        *tables, key = name.strip().split(".")
+        *tables, key = name.split(".")
         for table in tables:
             into = into.setdefault(table, {})
             if not isinstance(into, dict):
