@@ -73,8 +73,13 @@ def held_back(row: Row) -> bool:
 _JEAN_ZAY_MENDED = "02-25"
 
 
+# From so many devices on every run hung there without CUDA_LAUNCH_BLOCKING=1 (the prequel's section on that;
+# the script of the final run sets it too).
+_JEAN_ZAY_HANGS = 320
+
+
 def _conditions(row: Row) -> tuple[str, ...]:
-    """What makes two runs of one model incomparable where the planner sees but their layouts differ: device and
+    """What makes two runs of one model incomparable where the planner sees only their layouts: device and
     number format as written, the source and its release, a machine that was changed in between."""
     release = re.search(r"release ([^;,]+)", row.get("locator") or "")
     day = re.match(r"(\d\d-\d\d);", row.get("notes") or "")
@@ -294,6 +299,7 @@ def case(file: str, row: Row) -> Case:
         fused_loss="torchtitan" in source and "2025" in source,
         fused_accumulation=modern,
         adapters="LoRA" in (row.get("locator") or ""),
+        blocking="BigScience" in source and count >= _JEAN_ZAY_HANGS,
         compiled="compile" in (row.get("model") or "").lower() or "Megatron-Bridge" in source,
     )
     try:

@@ -26,7 +26,9 @@ TIMES = (
     "ascend",
     "public_runs",
 )
-RANKED = ("vtrain_multi", "bigscience")
+# Files whose groups are runs on several nodes. Of all comparable pairs they are a seventh, so their own tau
+# stands beside that of all.
+SEVERAL_NODES = ("vtrain_multi", "bigscience")
 
 
 @dataclass
@@ -157,27 +159,32 @@ def memories(file: str, lines: Iterable[Row]) -> Score:
 def score_folder(folder: Path) -> dict[str, Score]:
     """All files of a folder; an absent one is left out."""
     found: dict[str, Score] = {}
-    ranked: list[list[tuple[float, float]]] = []
-    for file in TIMES:
+    ranked: dict[str, list[list[tuple[float, float]]]] = {}
+    for file in (*TIMES, "torch_fsdp"):
         lines = rows(folder, file)
         if not lines:
             continue
+        name, mixtures = file, ()
         if file == "nemo":
-            found[file], _ = times(file, [row for row in lines if not (row.get("experts") or "").strip()])
-            found["nemo:moe"], _ = times(file, [row for row in lines if (row.get("experts") or "").strip()])
-            continue
-        found[file], groups = times(file, lines)
-        if file in RANKED:
-            ranked += groups.values()
-    if ranked:
-        score = Score(rows=sum(len(g) for g in ranked if len(g) > 1))
-        score.tau, score.regret = tau_and_regret(ranked)
-        found["ranking"] = score
+            lines, mixtures = (
+                [row for row in lines if bool((row.get("experts") or "").strip()) is sparse]
+                for sparse in (False, True)
+            )
+        elif file == "torch_fsdp":
+            name = "torch_fsdp:time"
+        found[name], groups = times(file, lines)
+        ranked[file] = list(groups.values())
+        if mixtures:
+            found["nemo:moe"], groups = times(file, mixtures)
+            ranked[file] += groups.values()
+    for name, files in (("ranking", tuple(ranked)), ("ranking:several_nodes", SEVERAL_NODES)):
+        if groups_ := [group for file in files for group in ranked.get(file, ()) if len(group) > 1]:
+            score = Score(rows=sum(map(len, groups_)))
+            score.tau, score.regret = tau_and_regret(groups_)
+            found[name] = score
     for file in ("actmem", "zero_memory", "torch_fsdp"):
         if lines := rows(folder, file):
             found[file] = memories(file, lines)
-    if lines := rows(folder, "torch_fsdp"):
-        found["torch_fsdp:time"], _ = times("torch_fsdp", lines)
     if lines := rows(folder, "flops_per_token"):
         found["flops_per_token"] = flops(lines)
     return found

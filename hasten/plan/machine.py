@@ -157,6 +157,8 @@ def _key(key: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
