@@ -61,7 +61,7 @@ class Network:
         return self.cluster.across.bandwidth.value * self.known.across
 
     def _flat(self, group: Group) -> float:
-        """Bytes/s of what leaves an island through the interfaces of all its devices; inside, the other link."""
+        """Bytes/s out of an island by the interfaces of all its devices, or by its own links if slower."""
         far = group.inside * self.across_bandwidth()
         return min(far, self.inside_bandwidth(group.inside)) if group.inside > 1 else far
 
