@@ -133,7 +133,7 @@ def fit(
     counts = {one.file: sum(c.file == one.file for c in cases) for one in cases}
     share = np.array([weights.get(one.file, 1.0) / counts[one.file] for one in cases])
     share /= share.sum()
-    apart = _apart(cases)
+    apart = without_mean(cases)
 
     def residuals(at: np.ndarray) -> np.ndarray:
         found = replace(base, **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
@@ -177,7 +177,7 @@ def fit(
     return replace(base, **{n: float(v) for n, v in zip(names, np.exp(x), strict=True)})
 
 
-def _apart(cases: list[Case]) -> np.ndarray:
+def without_mean(cases: list[Case]) -> np.ndarray:
     """The matrix that takes from each run's error the mean of its group; nothing of a run that is alone."""
     groups = [one.group for one in cases]
     same = np.array([[float(a == b) for b in groups] for a in groups])

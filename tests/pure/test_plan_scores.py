@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.adapters import Refused, case, held_back
+from benchmarks.planner.fit import without_mean
 from benchmarks.planner.memories import arithmetic
 from benchmarks.planner.score import Score, score_folder, tau_and_regret, times
 
@@ -151,6 +152,14 @@ def test_tau_and_regret() -> None:
     assert tau_and_regret([[(1, 10)], []]) == (None, None)
     tau, regret = tau_and_regret([[(1, 11), (2, 10), (3, 30)], [(5, 1), (6, 2)]])
     assert (tau, regret) == (pytest.approx(2 / 4), pytest.approx(5.0))
+
+
+def test_a_fit_for_the_order_looks_at_errors_less_their_groups_mean() -> None:
+    cases = [case("mine", {**ROW, **c}) for c in ({}, {"mbs": "4"}, {"mbs": "8"}, {"gbs": "128"})]
+    apart = without_mean(cases)
+    assert (apart @ [0.1, 0.2, 0.6, 0.5]).tolist() == pytest.approx([-0.2, -0.1, 0.3, 0.0])
+    # What all runs of a group have in common is nothing.
+    assert (apart @ [7.0, 7.0, 7.0, 3.0]).tolist() == pytest.approx([0.0] * 4, abs=1e-12)
 
 
 def test_formulas_are_arithmetic_alone() -> None:
