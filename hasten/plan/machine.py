@@ -17,6 +17,9 @@ THIS = ("this", "this-machine")
 THIS_NAME = "this machine"
 """Name of the cluster that `hasten calibrate` measures, also where it is written elsewhere."""
 
+# What torch's gloo reduces large buffers with.
+GLOO = ("ring",)
+
 # FLOP of one core in one cycle, fused multiply-adds counted as two: two units of 512 or 256 bits (Intel
 # Optimization Reference Manual, chapter 17; one tile product of AMX is 16 x 16 x 32 in 16 cycles).
 _FP32_PER_CYCLE = {"generic": 8.0, "avx2": 32.0, "avx512": 64.0, "amx": 64.0}
@@ -60,6 +63,7 @@ def this_machine(cache: str | Path | None = None, facts: Facts | None = None) ->
             "devices_per_node": 1,
             "inside": {"bandwidth": _derived(2e9, "gloo over the loopback, order of magnitude")},
             "across": {"bandwidth": _derived(1e9, "Ethernet of 10 Gb/s")},
+            "all_reduce": GLOO,
             "host_bandwidth": _derived(bandwidth, "the same memory"),
         },
         THIS_NAME,

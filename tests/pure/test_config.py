@@ -86,9 +86,7 @@ def test_settings_are_frozen():
 
 
 def test_a_rule_of_ours_is_told_in_our_words() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^dynamic_shape = .* \(from argument\): must be \(low, high\)"
-    ):
+    with pytest.raises(ConfigError, match=r"^dynamic_shape = .* \(from argument\): must be \(low, high\)"):
         make_config({}, dynamic_shape=(9, 3))
     with pytest.raises(ConfigError, match=r"^level = 'x' \(from HASTEN_LEVEL\): "):
         make_config({"HASTEN_LEVEL": "x"})
