@@ -36,7 +36,8 @@ class Case:
     job: Job
     seconds: float
     memory_gib: float
-    assumed: tuple[str, ...] = ()
+    conditions: tuple[str, ...] = ()
+    """What the row says of device, software and time of the measurement, see `_conditions`."""
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -47,6 +48,7 @@ class Case:
             self.model.model_copy(update={"name": ""}),
             self.cluster.name,
             self.layout.devices,
+            *self.conditions,
             *job.values(),
         )
 
@@ -64,6 +66,26 @@ def held_back(row: Row) -> bool:
     """Whether a row is kept out of the fit: by a hash of all that it says but its number."""
     text = "|".join(f"{key}={value}" for key, value in sorted(row.items()) if key != "id")
     return hashlib.sha256(text.encode()).digest()[0] % 2 == 1
+
+
+# Jean Zay's links were mended on this day: "do not compare today's numbers to yesterday's" (the prequel's own
+# words above its table of batch sizes).
+_JEAN_ZAY_MENDED = "02-25"
+
+
+# From so many devices on every run hung there without CUDA_LAUNCH_BLOCKING=1 (the prequel's section on that;
+# the script of the final run sets it too).
+_JEAN_ZAY_HANGS = 320
+
+
+def _conditions(row: Row) -> tuple[str, ...]:
+    """What makes two runs of one model incomparable where the planner sees only their layouts: device and
+    number format as written, the source and its release, a machine that was changed in between."""
+    release = re.search(r"release ([^;,]+)", row.get("locator") or "")
+    day = re.match(r"(\d\d-\d\d);", row.get("notes") or "")
+    told = [row.get(name) or "" for name in ("gpu", "gpu_mem_gb", "precision", "source")]
+    mended = bool(day) and "JeanZay" in told[-1] and day[1] >= _JEAN_ZAY_MENDED
+    return (*told, release[1].strip() if release else "", "mended" if mended else "")
 
 
 def _whole(row: Row, name: str, default: int | None = None) -> int:
@@ -126,12 +148,20 @@ def machine(row: Row) -> Cluster:
         changes["across"] = {
             "bandwidth": {"value": across * 1e9 / 8, "source": "the row", "confidence": "given"}
         }
-    if "JeanZay" in (row.get("source") or ""):
+    if "BigScience" in (row.get("source") or ""):
+        # Jean Zay. NCCL reaches 40 Gb/s through each of the four Omni-Path interfaces of 100 Gb/s.
         changes["inside"] = {
             "bandwidth": {
                 "value": 4 * 25e9,
                 "source": "4 NVLink3 between two devices, BLOOM (arXiv 2211.05100) section 3.4",
                 "confidence": "secondary",
+            }
+        }
+        changes["across"] = {
+            "bandwidth": {
+                "value": 4 * 40.5e9 / 8 / each,
+                "source": "bigscience-workshop/bigscience experiments/bandwidth/all_reduce_bench-a100-n4.txt",
+                "confidence": "measured",
             }
         }
     return overridden(base, changes, f"row {row.get('id')}")
@@ -203,7 +233,6 @@ def case(file: str, row: Row) -> Case:
     Raises:
         Refused: what matters is missing.
     """
-    assumed: list[str] = []
     complete = (row.get("inputs_complete") or "").strip()
     if complete.startswith("n (") or complete == "n":
         raise Refused(f"inputs are not complete: {complete}")
@@ -218,8 +247,6 @@ def case(file: str, row: Row) -> Case:
     micro, batch = _whole(row, "mbs"), _whole(row, "gbs")
     if batch % (dp * micro):
         raise Refused(f"gbs = {batch} is not a multiple of dp x mbs = {dp * micro}")
-    if not (row.get("vpp") or "").strip() and pp > 1:
-        assumed.append("virtual = 1: not given")
     virtual = _whole(row, "vpp", 1) if pp > 1 else 1
     source, kind = row.get("source") or "", (row.get("attention_impl") or "").lower()
     modern = any(
@@ -244,6 +271,9 @@ def case(file: str, row: Row) -> Case:
         raise Refused(
             f"precision {precision_text!r} is not known" if precision_text else "precision is missing"
         )
+    # DeepSpeed's and Megatron's fp16 accumulate in fp16; "fp16/bf16" are the prequel's runs before its bf16
+    # optimizer "that was just written to accumulate gradients in fp32".
+    half_gradients = precision_text.startswith("fp16")
     flash = "flash" in kind
     notes = (row.get("notes") or "").lower()
     given = (row.get("seq_parallel") or "").strip()
@@ -262,13 +292,14 @@ def case(file: str, row: Row) -> Case:
             "NeMo" in source or "Megatron-Bridge" in source or "mc2" in notes or "async tp" in notes
         )
         and tp > 1,
-        gradient_bytes=2 if precision == "fp16" and not modern and not sharded else 0,
+        gradient_bytes=2 if half_gradients and not modern and not sharded else 0,
         reduce_whole=zero == 1 and "BigScience" in source,
         gathers_per_layer=12 if zero == 3 and not sharded and not modern else 1,
         dispatch="tokens" if "Megatron-Bridge" in source else "pairs",
         fused_loss="torchtitan" in source and "2025" in source,
         fused_accumulation=modern,
         adapters="LoRA" in (row.get("locator") or ""),
+        blocking="BigScience" in source and count >= _JEAN_ZAY_HANGS,
         compiled="compile" in (row.get("model") or "").lower() or "Megatron-Bridge" in source,
     )
     try:
@@ -290,7 +321,6 @@ def case(file: str, row: Row) -> Case:
         )
         if not text:
             layout = _fitting(model, cluster, layout, job)
-            assumed.append(f"recompute = {layout.recompute!r}: the least that fits")
         layout.check(model)
     except UserError as error:
         raise Refused(str(error)) from None
@@ -305,7 +335,7 @@ def case(file: str, row: Row) -> Case:
         job=job,
         seconds=_seconds(row, model, job),
         memory_gib=float(row.get("mem_gb") or 0),
-        assumed=tuple(assumed),
+        conditions=_conditions(row),
     )
 
 

@@ -115,8 +115,12 @@ def fit(
     weights: dict[str, float],
     prior: float,
     fixed: dict[str, float],
+    order: float,
 ) -> Constants:
     """Levenberg-Marquardt in the logarithms of the constants, reweighted towards absolute errors.
+
+    With a weight of `order` the same is asked of each error less the mean of its group's: what all runs of a
+    group have in common does not change their order.
 
     Each constant is held near an unknown device's with a standard deviation of `prior` (in logarithms), so
     that what the rows do not tell apart stays where physics puts it.
@@ -129,6 +133,7 @@ def fit(
     counts = {one.file: sum(c.file == one.file for c in cases) for one in cases}
     share = np.array([weights.get(one.file, 1.0) / counts[one.file] for one in cases])
     share /= share.sum()
+    apart = without_mean(cases)
 
     def residuals(at: np.ndarray) -> np.ndarray:
         found = replace(base, **{n: float(v) for n, v in zip(names, np.exp(at), strict=True)})
@@ -140,16 +145,19 @@ def fit(
         )
 
     def value(at: np.ndarray, r: np.ndarray) -> float:
-        return float((share * np.abs(r)).sum() + 0.002 * (((at - middle) / prior) ** 2).mean())
+        errors = np.abs(r) + order * np.abs(apart @ r)
+        return float((share * errors).sum() + 0.002 * (((at - middle) / prior) ** 2).mean())
 
     r = residuals(x)
     best, damping = value(x, r), 0.03
     for number in range(rounds):
         slopes = np.stack([(residuals(x + 0.02 * row) - r) / 0.02 for row in np.eye(len(x))], axis=1)
-        weight = share / np.maximum(np.abs(r), 0.02)
         pull = 0.004 / (prior**2 * len(x))
-        hessian = slopes.T @ (slopes * weight[:, None]) + pull * np.eye(len(x))
-        slope = slopes.T @ (weight * r) + pull * (x - middle)
+        hessian, slope = pull * np.eye(len(x)), pull * (x - middle)
+        for s, e, factor in ((slopes, r, 1.0), (apart @ slopes, apart @ r, order)):
+            weight = factor * share / np.maximum(np.abs(e), 0.02)
+            hessian = hessian + s.T @ (s * weight[:, None])
+            slope = slope + s.T @ (weight * e)
         moved = False
         for _ in range(6):
             free = ~(((x <= low + 1e-9) & (slope > 0)) | ((x >= high - 1e-9) & (slope < 0)))
@@ -169,6 +177,14 @@ def fit(
     return replace(base, **{n: float(v) for n, v in zip(names, np.exp(x), strict=True)})
 
 
+def without_mean(cases: list[Case]) -> np.ndarray:
+    """The matrix that takes from each run's error the mean of its group; nothing of a run that is alone."""
+    groups = [one.group for one in cases]
+    same = np.array([[float(a == b) for b in groups] for a in groups])
+    counts = same.sum(axis=1)
+    return (np.eye(len(cases)) - same / counts[:, None]) * (counts > 1)[:, None]
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -178,6 +194,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=120, help="rows of one file that are fitted")
     parser.add_argument("--fresh", action="store_true", help="start from an unknown device's constants")
     parser.add_argument("--prior", type=float, default=0.6)
+    parser.add_argument("--order", type=float, default=0.0, help="weight of the order inside groups")
     parser.add_argument("--start", action="append", default=[], metavar="CONSTANT=VALUE")
     parser.add_argument("--weight", action="append", default=[], metavar="FILE=W")
     asked = parser.parse_args()
@@ -187,7 +204,9 @@ def main() -> None:
     start = Constants() if asked.fresh else constants(device)
     start = replace(start, **{text.split("=")[0]: float(text.split("=")[1]) for text in asked.start})
     weights = {text.split("=")[0]: float(text.split("=")[1]) for text in asked.weight}
-    known = fit(fitted, start, asked.rounds, weights, asked.prior, MEASURED.get(asked.constants, {}))
+    known = fit(
+        fitted, start, asked.rounds, weights, asked.prior, MEASURED.get(asked.constants, {}), asked.order
+    )
     print(f"[{asked.constants}]")
     for name in BOUNDS:
         print(f"{name} = {getattr(known, name):.4g}")

@@ -14,6 +14,7 @@ from benchmarks.planner.shapes import named
 from hasten.base.errors import UserError
 from hasten.plan.estimate import estimate
 from hasten.plan.flops import flops_per_token
+from hasten.plan.layout import Layout
 
 TIMES = (
     "vtrain_multi",
@@ -25,7 +26,9 @@ TIMES = (
     "ascend",
     "public_runs",
 )
-RANKED = ("vtrain_multi", "bigscience")
+# Files whose groups are runs on several nodes. Of all comparable pairs they are a seventh, so their own tau
+# stands beside that of all.
+SEVERAL_NODES = ("vtrain_multi", "bigscience")
 
 
 @dataclass
@@ -78,7 +81,7 @@ def tau_and_regret(groups: Iterable[Sequence[tuple[float, float]]]) -> tuple[flo
     """Kendall's tau over all pairs inside the groups, and the mean regret in per cent.
 
     Args:
-        groups: of (predicted, measured) seconds; pairs that were measured alike are left out.
+        groups: of (predicted, measured) seconds of each layout; pairs that were measured alike are left out.
     """
     agree = pairs = 0
     regrets = []
@@ -101,7 +104,8 @@ def times(
     file: str, lines: Iterable[Row]
 ) -> tuple[Score, dict[tuple[object, ...], list[tuple[float, float]]]]:
     """Step times of one file, and its comparable runs."""
-    score, groups, inside = Score(), {}, 0  # type: ignore[var-annotated]
+    score, inside = Score(), 0
+    found_by: dict[tuple[object, ...], dict[Layout, tuple[float, list[float]]]] = {}
     for row in lines:
         try:
             one = case(file, row)
@@ -111,7 +115,13 @@ def times(
             continue
         score.add(found.step_s.value, one.seconds, held_back(row))
         inside += found.step_s.low <= one.seconds <= found.step_s.high
-        groups.setdefault(one.group, []).append((found.step_s.value, one.seconds))
+        layouts = found_by.setdefault(one.group, {})
+        layouts.setdefault(one.layout, (found.step_s.value, []))[1].append(one.seconds)
+    # What is ranked are layouts: one that was measured several times counts once, with its mean.
+    groups = {
+        group: [(predicted, statistics.fmean(measured)) for predicted, measured in layouts.values()]
+        for group, layouts in found_by.items()
+    }
     score.tau, score.regret = tau_and_regret(groups.values())
     score.covered = 100 * inside / score.rows if score.rows else None
     return score, groups
@@ -149,27 +159,32 @@ def memories(file: str, lines: Iterable[Row]) -> Score:
 def score_folder(folder: Path) -> dict[str, Score]:
     """All files of a folder; an absent one is left out."""
     found: dict[str, Score] = {}
-    ranked: list[list[tuple[float, float]]] = []
-    for file in TIMES:
+    ranked: dict[str, list[list[tuple[float, float]]]] = {}
+    for file in (*TIMES, "torch_fsdp"):
         lines = rows(folder, file)
         if not lines:
             continue
+        name, mixtures = file, ()
         if file == "nemo":
-            found[file], _ = times(file, [row for row in lines if not (row.get("experts") or "").strip()])
-            found["nemo:moe"], _ = times(file, [row for row in lines if (row.get("experts") or "").strip()])
-            continue
-        found[file], groups = times(file, lines)
-        if file in RANKED:
-            ranked += groups.values()
-    if ranked:
-        score = Score(rows=sum(len(g) for g in ranked if len(g) > 1))
-        score.tau, score.regret = tau_and_regret(ranked)
-        found["ranking"] = score
+            lines, mixtures = (
+                [row for row in lines if bool((row.get("experts") or "").strip()) is sparse]
+                for sparse in (False, True)
+            )
+        elif file == "torch_fsdp":
+            name = "torch_fsdp:time"
+        found[name], groups = times(file, lines)
+        ranked[file] = list(groups.values())
+        if mixtures:
+            found["nemo:moe"], groups = times(file, mixtures)
+            ranked[file] += groups.values()
+    for name, files in (("ranking", tuple(ranked)), ("ranking:several_nodes", SEVERAL_NODES)):
+        if groups_ := [group for file in files for group in ranked.get(file, ()) if len(group) > 1]:
+            score = Score(rows=sum(map(len, groups_)))
+            score.tau, score.regret = tau_and_regret(groups_)
+            found[name] = score
     for file in ("actmem", "zero_memory", "torch_fsdp"):
         if lines := rows(folder, file):
             found[file] = memories(file, lines)
-    if lines := rows(folder, "torch_fsdp"):
-        found["torch_fsdp:time"], _ = times("torch_fsdp", lines)
     if lines := rows(folder, "flops_per_token"):
         found["flops_per_token"] = flops(lines)
     return found

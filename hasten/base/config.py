@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from hasten.base.errors import ConfigError, nearest
+from hasten.base.errors import ConfigError, first_fault, nearest
 from hasten.base.facts import detect
 
 _UNITS = {
@@ -51,6 +52,21 @@ def parse_memory(value: str | int | float) -> int | float:
     if value <= 0:
         raise ConfigError(f"memory = {value!r}: must be positive; give bytes ('6GB') or a share (0.5)")
     return float(value) if value <= 1 else int(value)
+
+
+def parse_override(text: str, example: str) -> tuple[str, Any]:
+    """`batch.rows=512` -> `("batch.rows", 512)`; a value that is not TOML is a string.
+
+    Raises:
+        ConfigError: no name or no value; shows `example`.
+    """
+    name, equals, raw = (part.strip() for part in text.partition("="))
+    if not equals or not name:
+        raise ConfigError(f"--set {text!r}: give NAME=VALUE, for example {example}")
+    try:
+        return name, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, raw
 
 
 class Config(BaseModel):
@@ -160,10 +176,10 @@ def make_config(environ: Mapping[str, str] | None = None, **arguments: Any) -> C
     try:
         config = Config(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else "?"
+        fault = first_fault(error)
+        field = fault.field.partition(".")[0] or "?"
         raise ConfigError(
-            f"{field} = {given.get(field)!r} (from {sources.get(field, '?')}): {first['msg']}"
+            f"{field} = {given.get(field)!r} (from {sources.get(field, '?')}): {fault.said}"
         ) from error
     config._sources.update(sources)
     return config

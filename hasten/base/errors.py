@@ -22,6 +22,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class HastenError(Exception):
@@ -95,6 +99,23 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     hint = f"; did you mean {close[0]!r}?" if close else ""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"allowed: {', '.join(names[:_MAX_NAMES]) or '(none)'}{more}{hint}"
+
+
+class Fault(NamedTuple):
+    """One complaint of pydantic: its kind, the field as `a.b` (empty: the whole), what was given, and what is
+    wrong with it."""
+
+    kind: str
+    field: str
+    given: Any
+    said: str
+
+
+def first_fault(error: ValidationError) -> Fault:
+    """The first of a model's complaints, without pydantic's own words around it."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return Fault(first["type"], field, first["input"], first["msg"].removeprefix("Value error, "))
 
 
 def first_line(error: BaseException) -> str:

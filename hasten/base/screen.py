@@ -44,7 +44,7 @@ class Bar:
         progressed = done - (self._first or 0)
         if progressed <= 0:
             return ""
-        return f"  {spell_s((self._total - done) * (now_s - self._started_s) / progressed)} left"
+        return f"  {spell_clock((self._total - done) * (now_s - self._started_s) / progressed)} left"
 
 
 class Screen:
@@ -88,7 +88,12 @@ def spell_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def spell_s(seconds: float) -> str:
+def spell_time(seconds: float) -> str:
+    """0.0123 -> '12.3 ms', 4.2 -> '4.20 s'."""
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def spell_clock(seconds: float) -> str:
     """3725 -> '1:02:05'."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)

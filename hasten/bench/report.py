@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hasten.base.errors import InputError
+from hasten.base.errors import InputError, first_fault
 from hasten.base.files import make_folder, write_atomically
 
 SCHEMA = "hasten.bench.train/3"
@@ -251,8 +251,7 @@ def read(kind: type[_Report], path: Path, schema: str, command: str) -> _Report:
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        fault = first_fault(error)
         raise InputError(
-            f"{str(path)!r} is not a report of schema {schema}: {where}: {first['msg']}"
+            f"{str(path)!r} is not a report of schema {schema}: {fault.field or 'the file'}: {fault.said}"
         ) from error

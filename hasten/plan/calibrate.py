@@ -172,7 +172,7 @@ def measure_machine(device: str, ranks: int, screen: Screen, quick: bool = False
 def as_cluster(measured: Measured) -> Cluster:
     """The cluster of one node that the measurements describe, with constants in place of fitted ones."""
     from hasten.plan import cluster as clusters
-    from hasten.plan.machine import THIS_NAME
+    from hasten.plan.machine import GLOO, THIS_NAME
     from hasten.plan.measure import fit_line
 
     date = datetime.now(UTC).date().isoformat()
@@ -233,6 +233,7 @@ def as_cluster(measured: Measured) -> Cluster:
             "devices_per_node": measured.devices,
             "inside": link,
             "across": across,
+            **({"all_reduce": GLOO} if measured.device == "cpu" else {}),
             "host_bandwidth": figure(measured.read_bytes_per_s, "sum over a buffer"),
         },
         THIS_NAME,

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hasten.base.errors import ConfigError, nearest
+from hasten.base.errors import ConfigError, first_fault, nearest
 from hasten.plan.cluster import Cluster
 from hasten.plan.job import Job
 from hasten.plan.layout import Layout
@@ -170,11 +170,8 @@ def complete(
     try:
         layout = Layout(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        said = f"layout: {field + ' = ' + repr(first['input']) + ': ' if field else ''}{message}"
-        raise ConfigError(said) from None
+        _, field, given, said = first_fault(error)
+        raise ConfigError(f"layout: {f'{field} = {given!r}: ' if field else ''}{said}") from None
     if layout.batch != job.batch:
         raise ConfigError(
             f"dp x micro_batch x accumulation = {layout.batch} sequences; the batch has {job.batch}, so "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hasten.base.errors import ConfigError, InputError, nearest
+from hasten.base.errors import ConfigError, InputError, first_fault, nearest
 
 
 class Sourced(BaseModel):
@@ -72,6 +72,10 @@ class Link(BaseModel):
     latency_s: Sourced = Sourced(value=5e-6, source="order of magnitude of one step", confidence="recalled")
 
 
+AllReduce = Literal["ring", "tree", "hierarchical", "pipelined", "two_orders"]
+"""Algorithms over several islands of fast links; `hasten.plan.collectives` has their formulas."""
+
+
 class Cluster(BaseModel):
     """`nodes` x `devices_per_node` equal devices."""
 
@@ -85,6 +89,8 @@ class Cluster(BaseModel):
     across: Link
     domain: int = Field(default=0, ge=0)
     """Devices joined by `inside`; 0: those of a node."""
+    all_reduce: tuple[AllReduce, ...] = Field(default=("ring", "tree"), min_length=1)
+    """What the communication library chooses from across islands; the default is NCCL's."""
     host_bandwidth: Sourced = Sourced(value=25e9, source="PCIe 4.0 x16, usable", confidence="recalled")
     """Bytes/s between a device and its host's memory."""
     price_per_device_hour: float = Field(default=0, ge=0)
@@ -130,14 +136,13 @@ def build(values: Mapping[str, Any], where: str) -> Cluster:
     try:
         return Cluster(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "missing":
+        fault = first_fault(error)
+        field = fault.field
+        if fault.kind == "missing":
             raise InputError(f"{where}: the field {field!r} is missing") from None
-        if first["type"] == "extra_forbidden":
+        if fault.kind == "extra_forbidden":
             raise InputError(f"{where}: no field {field!r}; {nearest(field, Cluster.model_fields)}") from None
-        raise InputError(f"{where}: {field + ': ' if field else ''}{message}") from None
+        raise InputError(f"{where}: {field + ': ' if field else ''}{fault.said}") from None
 
 
 def presets() -> dict[str, dict[str, Any]]:

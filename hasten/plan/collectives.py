@@ -1,19 +1,25 @@
 """Time of collectives by topology: latency and a saturating bandwidth.
 
 n devices of a group share the fast links, m such islands are joined by one network interface a device.
-Formulas: flat ring 2 (g-1)/g S / B and 2 (g-1) steps; hierarchical: reduce-scatter inside, all-reduce across,
-all-gather
-inside (Cho et al., BlueConnect, MLSys 2019); the pipelined form runs the two tiers side by side; a mesh
-gives a group of g of N devices (g-1)/(N-1) of a device's links.
+Formulas: flat ring 2 (g-1)/g S / B and 2 (g-1) steps; tree 2 S / B, its steps inside an island and the
+logarithm of the islands; hierarchical: reduce-scatter inside, all-reduce across, all-gather inside (Cho et
+al., BlueConnect, MLSys 2019); the pipelined form runs the two tiers side by side; two orders: a part of the
+buffer takes the tiers the other way round. A mesh gives a group of g of N devices (g-1)/(N-1) of a device's
+links. The constants of a step stand for the one there and the one back.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from hasten.plan.cluster import Cluster
+from hasten.plan.cluster import AllReduce, Cluster
 from hasten.plan.efficiency import Constants
+
+# Pieces in which a pipelined hierarchy may cut its buffer.
+_CHUNKS = (2, 4, 8, 16, 32, 64)
+# Of a ring's bandwidth, what NCCL counts on for a tree.
+_TREE = 0.92
 
 
 class Group(NamedTuple):
@@ -54,6 +60,11 @@ class Network:
         """Bytes/s one way of one device's interface."""
         return self.cluster.across.bandwidth.value * self.known.across
 
+    def _flat(self, group: Group) -> float:
+        """Bytes/s out of an island by the interfaces of all its devices, or by its own links if slower."""
+        far = group.inside * self.across_bandwidth()
+        return min(far, self.inside_bandwidth(group.inside)) if group.inside > 1 else far
+
     def _ring(self, volume: float, group: Group, passes: int) -> float:
         g = group.size
         if g <= 1 or volume <= 0:
@@ -61,19 +72,44 @@ class Network:
         if group.islands == 1:
             latency = self.known.inside_s + self.known.inside_step_s * (g - 1)
             return passes * (g - 1) / g * volume / self.inside_bandwidth(g) + latency * passes / 2
-        # One interface a device: a ring that leaves the island in `inside` lanes; inside, the other link.
-        rate = group.inside * self.across_bandwidth()
-        if group.inside > 1:
-            rate = min(rate, self.inside_bandwidth(group.inside))
-        # A ring meets every device; for all-reduce a library takes trees beyond some tens of devices.
-        ring = (g - group.islands) * self.known.inside_step_s + group.islands * self.known.across_step_s
-        tree = (group.inside * self.known.inside_step_s + 2 * self.known.across_step_s) * math.log2(g)
-        latency = self.known.inside_s + (min(ring, tree) if passes == 2 else ring)
-        return passes * (g - 1) / g * volume / rate + latency * passes / 2
+        # It meets every device.
+        steps = (g - group.islands) * self.known.inside_step_s + group.islands * self.known.across_step_s
+        latency = self.known.inside_s + steps
+        return passes * (g - 1) / g * volume / self._flat(group) + latency * passes / 2
 
     def all_reduce(self, volume: float, group: Group) -> float:
-        """The library's own: the flat ring."""
-        return self._ring(volume, group, 2)
+        """By the fastest algorithm that the cluster's library has."""
+        return self.best_all_reduce(volume, group)[0]
+
+    def best_all_reduce(self, volume: float, group: Group) -> tuple[float, AllReduce]:
+        """Seconds and the algorithm: inside an island the ring, across islands the fastest of
+        `Cluster.all_reduce`, of which the one named first wins ties."""
+        names: tuple[AllReduce, ...] = ("ring",) if group.islands == 1 else self.cluster.all_reduce
+        best = (self._all_reduce(names[0], volume, group), names[0])
+        for name in names[1:]:
+            seconds = self._all_reduce(name, volume, group)
+            if seconds < best[0] * 0.999:
+                best = (seconds, name)
+        return best
+
+    def _all_reduce(self, name: AllReduce, volume: float, group: Group) -> float:
+        if name == "ring":
+            return self._ring(volume, group, 2)
+        if name == "tree":
+            return self.tree(volume, group)
+        if name == "two_orders":
+            return self.two_orders(volume, group)[0] + sum(self._tiers_s(group)) + self.known.inside_s
+        chunks = (1,) if name == "hierarchical" else _CHUNKS
+        return min(self.hierarchical(volume, group, count) for count in chunks)
+
+    def tree(self, volume: float, group: Group) -> float:
+        """All-reduce by a chain in each island and a double binary tree between them (NCCL's `tuning.cc`:
+        up and down, 0.92 of a ring's bandwidth)."""
+        n, m = group
+        if group.size <= 1 or volume <= 0:
+            return 0.0
+        steps = (n - 1) * self.known.inside_step_s + math.log2(m) * self.known.across_step_s
+        return 2 * volume / (_TREE * self._flat(group)) + self.known.inside_s + steps
 
     def all_gather(self, volume: float, group: Group) -> float:
         """`volume` is that of the gathered buffer."""
@@ -122,21 +158,24 @@ class Network:
         """All-reduce in tiers: inside, across, inside. chunks = 1 is serial, more run the tiers side by
         side."""
         n, m = group
-        if m == 1:
-            return self.all_reduce(volume, group)
+        if m == 1 or volume <= 0:
+            return self._ring(volume, group, 2)
         first_s = 2 * (n - 1) / n * volume / self.inside_bandwidth(n) if n > 1 else 0.0
         second_s = 2 * (m - 1) / m * volume / (n * self.across_bandwidth())
-        wait_1 = 2 * (n - 1) * self.known.inside_step_s
-        wait_2 = 2 * (m - 1) * self.known.across_step_s
+        wait_1, wait_2 = self._tiers_s(group)
         a, b = first_s / chunks + wait_1, second_s / chunks + wait_2
         return a + b + (chunks - 1) * max(a, b) + self.known.inside_s
+
+    def _tiers_s(self, group: Group) -> tuple[float, float]:
+        """Latency of a ring inside each island, and of those between them."""
+        return (group.inside - 1) * self.known.inside_step_s, group.islands * self.known.across_step_s
 
     def two_orders(self, volume: float, group: Group) -> tuple[float, float]:
         """A part of the buffer goes inside first, the rest across first (Themis, arXiv 2110.04478):
         seconds by bandwidth alone, and the part that makes both tiers end together."""
         n, m = group
         if m == 1 or n == 1:
-            return self.all_reduce(volume, group), 1.0
+            return 2 * (m * n - 1) / (m * n) * volume / self._flat(group), 1.0
 
         def loads(x: float) -> tuple[float, float]:
             near = 2 * (n - 1) / n * volume * (x + (1 - x) / m) / self.inside_bandwidth(n)
@@ -151,15 +190,3 @@ class Network:
             near, far = loads(x)
             low, high = (low, x) if near > far else (x, high)
         return max(loads(high)), high
-
-    def best_all_reduce(
-        self, volume: float, group: Group
-    ) -> tuple[float, Literal["ring", "hierarchical"], int]:
-        """The fastest of the library's own and the pipelined hierarchy; the library's own wins ties."""
-        best: tuple[float, Literal["ring", "hierarchical"], int] = (self.all_reduce(volume, group), "ring", 1)
-        if group.islands > 1 and group.inside > 1:
-            for chunks in (1, 2, 4, 8, 16, 32, 64):
-                seconds = self.hierarchical(volume, group, chunks)
-                if seconds < best[0] * 0.999:
-                    best = (seconds, "hierarchical", chunks)
-        return best

@@ -332,15 +332,14 @@ class _Asking:
 def _job(**values: Any) -> Job:
     from pydantic import ValidationError
 
-    from hasten.base.errors import ConfigError
+    from hasten.base.errors import ConfigError, first_fault
     from hasten.plan.job import Job
 
     try:
         return Job.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{name} = {first['input']!r}: {first['msg']}") from None
+        _, name, given, said = first_fault(error)
+        raise ConfigError(f"{name} = {given!r}: {said}") from None
 
 
 def _list(as_json: bool) -> None:

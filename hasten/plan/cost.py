@@ -82,6 +82,10 @@ class Costs:
             return self.clock.forward(product._replace(n=product.k, k=product.n))
         return self.clock.backward(product)
 
+    def launched(self, device_s: float, host_s: float) -> float:
+        """Seconds of what takes the device and its host so long."""
+        return device_s + host_s if self.job.blocking else self.clock.launched(device_s, host_s)
+
     # One layer ------------------------------------------------------------------------------------------
     def _attention(self, piece: Piece, backward: bool) -> None:
         model, job, layout = self.model, self.job, self.layout
@@ -94,7 +98,9 @@ class Costs:
             piece.add("attention", seconds * self.measured("attention"))
             return
         batch = layout.micro_batch * model.heads / layout.tp
-        each = self.clock.materialised(batch, rows, job.sequence, queries * layout.tp / model.heads)
+        head = queries * layout.tp / model.heads
+        inside = self.clock.materialised(batch, rows, job.sequence, head, inner=True)
+        beside = self.clock.materialised(batch, rows, job.sequence, head, inner=False)
         square = batch * rows * job.sequence
         # Scaled, masked softmax in one kernel; dropout reads, writes and keeps a mask.
         volume, kernels = (3 if backward else 2) * self.size, 1.0
@@ -104,7 +110,8 @@ class Costs:
         if job.dropout:
             volume, kernels = volume + 2 * self.size + 1, kernels + 1
         volume *= square
-        seconds = (4 if backward else 2) * each + self.clock.moved(volume, kernels)
+        # Scores, scores times values; back the gradients of values, of scores, of queries and of keys.
+        seconds = inside + (3 if backward else 1) * beside + self.clock.moved(volume, kernels)
         piece.add("attention", seconds * self.measured("attention"))
 
     def _softmax_is_fused(self) -> bool:

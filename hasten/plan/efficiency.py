@@ -117,6 +117,10 @@ _TILES = (
 )
 
 
+# Columns of the tile in which a batched product makes a result that is one head wide.
+_HEAD_TILE = 64.0
+
+
 class Clock:
     """Seconds of operators on one device, in one format."""
 
@@ -183,9 +187,11 @@ class Clock:
             )
         return flops / (self.half_peak * share) + self.known.kernel_s
 
-    def materialised(self, batch: float, rows: float, columns: float, head_size: float) -> float:
-        """One batched product of materialised attention: scores, or scores times values."""
-        flops = 2.0 * batch * rows * columns * head_size
+    def materialised(self, batch: float, rows: float, columns: float, head_size: float, inner: bool) -> float:
+        """One batched product of materialised attention; `inner`: the head is what is summed over (scores),
+        else a side of the result, which is made in whole tiles."""
+        wide = head_size if inner else math.ceil(head_size / _HEAD_TILE) * _HEAD_TILE
+        flops = 2.0 * batch * rows * columns * wide
         share = self.known.batched * self._head(head_size)
         share *= head_size / (head_size + self.known.batched_narrow)
         moved = (

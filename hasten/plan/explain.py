@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hasten.base.errors import ConfigError
+from hasten.base.screen import spell_time
 from hasten.plan.candidates import candidates, check_fixed
 from hasten.plan.cluster import Cluster
 from hasten.plan.estimate import Estimate, Interval
@@ -19,10 +20,8 @@ from hasten.plan.search import (
     Found,
     Limits,
     Rejected,
-    Weigh,
     check_layer,
     search,
-    spell_time,
     why_nothing,
 )
 
@@ -115,8 +114,6 @@ def fit(
     cluster: Cluster,
     job: Job,
     limits: Limits | None = None,
-    *,
-    weigh: Weigh = stage_memory,
 ) -> Fit:
     """Whether any layout fits, by memory alone; nothing is timed.
 
@@ -128,14 +125,14 @@ def fit(
     check_fixed(limits.fixed)
     check_layer(model, cluster, job)
     room = cluster.device.memory_bytes.value * (1.0 - limits.headroom)
-    smallest = _smallest(model, cluster, job, devices, limits, weigh)
+    smallest = _smallest(model, cluster, job, devices, limits)
     if smallest is None:
         raise ConfigError(why_nothing(model, cluster, job, devices, limits.fixed))
     layout, stages = smallest
     sums = [sum(stage.values()) for stage in stages]
     if max(sums) > room and limits.offload and "offload" not in limits.fixed:
         hosted = limits.model_copy(update={"fixed": {**limits.fixed, "offload": "optimizer"}})
-        other = _smallest(model, cluster, job, devices, hosted, weigh)
+        other = _smallest(model, cluster, job, devices, hosted)
         if other is not None and max(sum(s.values()) for s in other[1]) <= room:
             layout, stages = other
             sums = [sum(stage.values()) for stage in stages]
@@ -145,7 +142,7 @@ def fit(
         if count > max(devices, MOST_DEVICES):
             break
         wide = cluster.model_copy(update={"nodes": max(1, -(-count // cluster.devices_per_node))})
-        found = _smallest(model, wide, job, count, limits, weigh, room)
+        found = _smallest(model, wide, job, count, limits, room)
         if found is not None and max(sum(s.values()) for s in found[1]) <= room:
             enough = count
             break
@@ -253,7 +250,6 @@ def _smallest(
     job: Job,
     devices: int,
     limits: Limits,
-    weigh: Weigh,
     enough_bytes: float = 0.0,
 ) -> tuple[Any, Sequence[dict[str, float]]] | None:
     """The layout whose fullest stage is the smallest; the first below `enough_bytes` will do."""
@@ -262,7 +258,7 @@ def _smallest(
     for layout in candidates(model, cluster, job, devices, limits.fixed):
         if layout.recompute == "none" and "recompute" not in limits.fixed:
             continue  # Never the smallest.
-        stages = weigh(model, cluster, layout, job)
+        stages = stage_memory(model, cluster, layout, job)
         peak = max(sum(stage.values()) for stage in stages)
         if peak < least:
             best, least = (layout, stages), peak

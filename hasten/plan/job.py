@@ -47,6 +47,8 @@ class Job(BaseModel):
     """Collectives in which ZeRO-3 gathers one layer: FSDP one, DeepSpeed one for each tensor."""
     fused_accumulation: bool = False
     """The product that makes a weight's gradient adds to the kept one itself."""
+    blocking: bool = False
+    """The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1), so its time and the device's add up."""
     adapters: bool = False
     """Only small adapters are trained (LoRA): no gradient and no optimizer state of the model's own
     weights."""

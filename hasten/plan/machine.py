@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hasten.base.cache import cache_folder
+from hasten.base.config import parse_override
 from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.base.facts import Facts, detect
 from hasten.plan import cluster as clusters
@@ -16,6 +16,9 @@ from hasten.plan.cluster import Cluster
 THIS = ("this", "this-machine")
 THIS_NAME = "this machine"
 """Name of the cluster that `hasten calibrate` measures, also where it is written elsewhere."""
+
+# What torch's gloo reduces large buffers with.
+GLOO = ("ring",)
 
 # FLOP of one core in one cycle, fused multiply-adds counted as two: two units of 512 or 256 bits (Intel
 # Optimization Reference Manual, chapter 17; one tile product of AMX is 16 x 16 x 32 in 16 cycles).
@@ -60,6 +63,7 @@ def this_machine(cache: str | Path | None = None, facts: Facts | None = None) ->
             "devices_per_node": 1,
             "inside": {"bandwidth": _derived(2e9, "gloo over the loopback, order of magnitude")},
             "across": {"bandwidth": _derived(1e9, "Ethernet of 10 Gb/s")},
+            "all_reduce": GLOO,
             "host_bandwidth": _derived(bandwidth, "the same memory"),
         },
         THIS_NAME,
@@ -109,15 +113,9 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
     """`a.b=1` -> nested tables. A bare number is a figure that the user gives."""
     tree: dict[str, Any] = {}
     for text in settings:
-        name, equals, raw = text.partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"--set {text!r}: give NAME=VALUE, for example device.memory_bytes=64e9")
-        try:
-            value = tomllib.loads(f"value = {raw.strip()}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw.strip()
+        name, value = parse_override(text, "device.memory_bytes=64e9")
         into = tree
-        *tables, key = name.strip().split(".")
+        *tables, key = name.split(".")
         for table in tables:
             into = into.setdefault(table, {})
             if not isinstance(into, dict):
@@ -163,6 +161,8 @@ def _key(key: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

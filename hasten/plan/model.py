@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hasten.base.errors import ConfigError, InputError, nearest
+from hasten.base.errors import ConfigError, InputError, first_fault, nearest
 
 
 class Latent(BaseModel):
@@ -176,20 +176,17 @@ def _build(values: Mapping[str, Any], where: str) -> ModelShape:
     try:
         return ModelShape(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "missing":
+        fault = first_fault(error)
+        if fault.kind == "missing":
             raise InputError(
-                f"{where}: the field {field!r} is missing; a model needs layers, hidden, heads, inner and "
-                "vocabulary"
+                f"{where}: the field {fault.field!r} is missing; a model needs layers, hidden, heads, inner "
+                "and vocabulary"
             ) from None
-        if first["type"] == "extra_forbidden":
+        if fault.kind == "extra_forbidden":
             raise InputError(
-                f"{where}: no field {field!r}; {nearest(field, ModelShape.model_fields)}"
+                f"{where}: no field {fault.field!r}; {nearest(fault.field, ModelShape.model_fields)}"
             ) from None
-        raise InputError(
-            f"{where}: {field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise InputError(f"{where}: {fault.field + ': ' if fault.field else ''}{fault.said}") from None
 
 
 # The names that model families of Hugging Face give to the same thing, in the order they are looked for.

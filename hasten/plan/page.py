@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from hasten.base.screen import spell_time
 from hasten.plan.document import MOST_EVENTS
-from hasten.plan.search import spell_time
+from hasten.plan.search import REASONS
 
 # Okabe and Ito's colours, which people who see colours differently tell apart; each also has its legend in
 # words.
@@ -302,8 +303,7 @@ def _ranked(ranked: Sequence[Mapping[str, Any]]) -> str:
 
 def _rejected(document: Mapping[str, Any]) -> str:
     counts = document["rejected_counts"]
-    words = {"memory": "out of memory", "slower": "slower", "limit": "outside a limit"}
-    said = ", ".join(f"{count:,} {words.get(kind, kind)}" for kind, count in sorted(counts.items()))
+    said = ", ".join(f"{count:,} {REASONS.get(kind, kind)}" for kind, count in sorted(counts.items()))
     head = (
         f"<p>{document['looked_at']:,} layouts in {document['search_s']:.1f} s: "
         f"{said or 'none left out'}.</p>"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 
 from hasten.base.errors import ConfigError
+from hasten.base.screen import spell_time
 from hasten.plan.estimate import Estimate
 from hasten.plan.job import Job
-from hasten.plan.search import spell_time
 
 # Formats that `hasten train` computes in.
 _PRECISIONS = ("bf16", "fp32")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hasten.base.errors import ConfigError, InputError
+from hasten.base.errors import ConfigError, InputError, first_fault
 from hasten.plan.cluster import Cluster, overridden
 from hasten.plan.cost import Costs
 from hasten.plan.efficiency import constants
@@ -89,9 +89,8 @@ def load(path: Path) -> Profile:
     try:
         found = Profile.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path}: {field}: {str(first['msg']).removeprefix('Value error, ')}") from None
+        fault = first_fault(error)
+        raise InputError(f"{path}: {fault.field}: {fault.said}") from None
     if bool(found.trace) == bool(found.operators_s):
         raise InputError(f"{path}: give operators_s, or the name of a trace, and not both")
     if not found.trace:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hasten.base.errors import ConfigError, nearest
+from hasten.base.screen import spell_time
 from hasten.plan import cluster as clusters
 from hasten.plan.candidates import candidates, check_fixed, divisors
 from hasten.plan.cluster import Cluster
@@ -27,8 +28,8 @@ from hasten.plan.memory import stage_memory
 from hasten.plan.model import ModelShape
 
 Kind = Literal["memory", "slower", "limit"]
-Weigh = Callable[[ModelShape, Cluster, Layout, Job], Sequence[dict[str, float]]]
-Cost = Callable[[ModelShape, Cluster, Layout, Job], Estimate]
+REASONS: dict[str, str] = {"memory": "out of memory", "slower": "slower", "limit": "outside a limit"}
+"""Why a layout was left out, in words."""
 
 SECONDS_PER_DAY = 86400.0
 
@@ -103,14 +104,8 @@ def search(
     cluster: Cluster,
     job: Job,
     limits: Limits | None = None,
-    *,
-    weigh: Weigh = stage_memory,
-    cost: Cost = estimate,
 ) -> Found:
     """The fastest layout of `job` on `cluster` that fits and meets `limits`.
-
-    `weigh` gives bytes by category for each stage, `cost` the whole estimate; both are the planner's own by
-    default.
 
     Raises:
         ConfigError: no layout can be made at all (batch, heads, a fixed field, a device smaller than one
@@ -128,18 +123,18 @@ def search(
     listed = list(candidates(model, cluster, job, devices, limits.fixed))
     if not listed:
         raise ConfigError(why_nothing(model, cluster, job, devices, limits.fixed))
-    fits, rejected = _weighed(model, cluster, job, listed, room, weigh)
+    fits, rejected = _weighed(model, cluster, job, listed, room)
     looked_at = len(listed)
     if limits.offload and "offload" not in limits.fixed:
         hosted = [item.layout.model_copy(update={"offload": "optimizer"}) for item in rejected]
-        more, still = _weighed(model, cluster, job, hosted, room, weigh)
+        more, still = _weighed(model, cluster, job, hosted, room)
         if more and not fits:
             notes.append("nothing fits with the optimizer's states on the device: they are on the host")
         fits += more
         rejected += still
         looked_at += len(hosted)
-    timed = sorted((cost(model, cluster, layout, job) for layout in fits), key=_rank)
-    timed = _refined(model, cluster, job, timed, room, weigh, cost)
+    timed = sorted((estimate(model, cluster, layout, job) for layout in fits), key=_rank)
+    timed = _refined(model, cluster, job, timed, room)
     good, broken = _within(timed, limits, cluster, job)
     rejected += broken
     rejected += [slower(item, good[0]) for item in good[1 + limits.runners_up :]]
@@ -313,11 +308,6 @@ def parse_limit(text: str) -> Bound:
     return Bound(figure=figure, below=sign.startswith("<"), value=value * _UNITS[figure][unit])
 
 
-def spell_time(seconds: float) -> str:
-    """0.0123 -> '12.3 ms', 4.2 -> '4.20 s'."""
-    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
-
-
 # How much faster a layout that uses the host must be to come before one that does not: what a host does
 # beside its devices (data, checkpoints, other jobs) is the least certain of all figures.
 _HOST_MARGIN = 1.03
@@ -329,12 +319,12 @@ def _rank(item: Estimate) -> tuple[float, float, str]:
 
 
 def _weighed(
-    model: ModelShape, cluster: Cluster, job: Job, layouts: Sequence[Layout], room: float, weigh: Weigh
+    model: ModelShape, cluster: Cluster, job: Job, layouts: Sequence[Layout], room: float
 ) -> tuple[list[Layout], list[Rejected]]:
     fits: list[Layout] = []
     rejected: list[Rejected] = []
     for layout in layouts:
-        stages = weigh(model, cluster, layout, job)
+        stages = stage_memory(model, cluster, layout, job)
         if max(sum(stage.values()) for stage in stages) <= room:
             fits.append(layout)
         else:
@@ -352,8 +342,6 @@ def _refined(
     job: Job,
     timed: list[Estimate],
     room: float,
-    weigh: Weigh,
-    cost: Cost,
 ) -> list[Estimate]:
     """The fastest that recompute every layer, also with as few layers recomputed as memory allows."""
     more: list[Estimate] = []
@@ -365,12 +353,12 @@ def _refined(
         while low < high:
             middle = (low + high) // 2
             layout = item.layout.model_copy(update={"recompute_layers": middle})
-            if max(sum(s.values()) for s in weigh(model, cluster, layout, job)) <= room:
+            if max(sum(s.values()) for s in stage_memory(model, cluster, layout, job)) <= room:
                 fitting, high = layout, middle
             else:
                 low = middle + 1
         if fitting is not None and fitting.recompute_layers:
-            more.append(cost(model, cluster, fitting, job))
+            more.append(estimate(model, cluster, fitting, job))
     return sorted([*timed, *more], key=_rank)
 
 

@@ -10,15 +10,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hasten.base.screen import spell_time
 from hasten.plan.cluster import Cluster
 from hasten.plan.document import MFU
 from hasten.plan.estimate import Estimate
 from hasten.plan.explain import Comparison, Fit, Scale, training
 from hasten.plan.job import Job
 from hasten.plan.model import ModelShape
-from hasten.plan.search import Found, Rejected, spell_time
+from hasten.plan.search import REASONS, Found, Rejected
 
-_REASONS = {"memory": "out of memory", "slower": "slower", "limit": "outside a limit"}
 # Of each kind of reason, so many layouts are shown; `--json` has all.
 _EXAMPLES = 4
 
@@ -110,7 +110,7 @@ def _ranking(found: Found) -> Table:
 
 def _left_out(found: Found) -> Any:
     counts = found.counts()
-    said = ", ".join(f"{counts[kind]:,} {_REASONS[kind]}" for kind in sorted(counts))
+    said = ", ".join(f"{counts[kind]:,} {REASONS[kind]}" for kind in sorted(counts))
     table = _table(
         f"{found.looked_at:,} layouts in {found.seconds:.1f} s; left out: {said or 'none'} (all with --json)",
         ("layout", "why"),

@@ -67,14 +67,14 @@ def _chunk(costs: Costs, layers: list[int], first: bool, last: bool) -> _Chunk:
                     exposed = traffic
                 parts["data_parallel"] = parts.get("data_parallel", 0.0) + exposed * count
                 device += exposed
-            whole = costs.clock.launched(device, host)
+            whole = costs.launched(device, host)
             parts["launch"] = parts.get("launch", 0.0) + (whole - device) * count
             totals[direction] += whole * count
     for wanted, end in ((first, costs.embedding), (last, costs.head)):
         if wanted:
             for direction in (0, 1):
                 piece = end(bool(direction))
-                whole = costs.clock.launched(piece.device, piece.host)
+                whole = costs.launched(piece.device, piece.host)
                 _sum(parts, piece.parts)
                 parts["launch"] = parts.get("launch", 0.0) + whole - piece.device
                 totals[direction] += whole

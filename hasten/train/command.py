@@ -122,10 +122,11 @@ def _run(
     tune: bool,
     profile: Path | None,
 ) -> Any:
+    from hasten.base.config import parse_override
     from hasten.train import train as run_training
-    from hasten.train.config import load_config, parse_override
+    from hasten.train.config import load_config
 
-    overrides = dict(parse_override(text) for text in assignments)
+    overrides = dict(parse_override(text, "batch.sequence_tokens=512") for text in assignments)
     overrides |= {name: value for name, value in flags.items() if value is not None}
     config = load_config(config_file, overrides)
     return run_training(config, progress=not quiet, tune=tune, profile=profile)

@@ -297,18 +297,6 @@ def load_config(file: str | Path | None = None, overrides: Mapping[str, Any] | N
         raise ConfigError(f"{origin}: " + "; ".join(_explain(item) for item in error.errors())) from None
 
 
-def parse_override(text: str) -> tuple[str, Any]:
-    """`batch.rows=512` -> `("batch.rows", 512)`; a value that is not TOML is a string."""
-    name, equals, raw = text.partition("=")
-    name, raw = name.strip(), raw.strip()
-    if not equals or not name:
-        raise ConfigError(f"--set {text!r}: give NAME=VALUE, for example batch.sequence_tokens=512")
-    try:
-        return name, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, raw
-
-
 def describe_settings() -> str:
     """Every setting with its default and meaning, as commented TOML; sections in the order of `RunConfig`."""
     lines = [_describe(name, field) for name, field in RunConfig.model_fields.items() if not _sections(field)]

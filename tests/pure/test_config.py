@@ -83,3 +83,10 @@ def test_the_environment_is_named_when_it_is_wrong():
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Config().level = 1
+
+
+def test_a_rule_of_ours_is_told_in_our_words() -> None:
+    with pytest.raises(ConfigError, match=r"^dynamic_shape = .* \(from argument\): must be \(low, high\)"):
+        make_config({}, dynamic_shape=(9, 3))
+    with pytest.raises(ConfigError, match=r"^level = 'x' \(from HASTEN_LEVEL\): "):
+        make_config({"HASTEN_LEVEL": "x"})

@@ -7,7 +7,7 @@ import pytest
 from hasten.plan.cluster import Cluster, overridden, preset
 from hasten.plan.collectives import Network, place
 from hasten.plan.cost import Costs
-from hasten.plan.efficiency import Constants
+from hasten.plan.efficiency import Clock, Constants
 from hasten.plan.job import Job
 from hasten.plan.layout import Layout
 from hasten.plan.model import ModelShape
@@ -136,3 +136,38 @@ def test_the_two_copies_of_a_tied_table_meet_on_the_links_between_them() -> None
         for c in (preset("dgx-a100-80g", 1), wide)
     )
     assert 0 < near < far / 4
+
+
+def test_a_host_that_waits_for_each_kernel_adds_its_time() -> None:
+    beside, after = costs(micro_batch=2), costs(micro_batch=2, blocking=True)
+    piece = after.layer(0, True)
+    assert after.launched(piece.device, piece.host) == piece.device + piece.host
+    assert (
+        max(piece.device, piece.host) < beside.launched(piece.device, piece.host) < piece.device + piece.host
+    )
+    # Of a step: the host's part is there whole, the device's as it was.
+    parts = [step(one).parts for one in (beside, after)]
+    assert parts[0]["launch"] < parts[1]["launch"]
+    assert {n: s for n, s in parts[0].items() if n != "launch"} == pytest.approx(
+        {n: s for n, s in parts[1].items() if n != "launch"}, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(("size", "tiles"), [(64, 64), (72, 128), (96, 128), (128, 128), (136, 192)])
+def test_a_result_one_head_wide_is_made_in_whole_tiles(size: int, tiles: int) -> None:
+    clock = Clock(preset("dgx-a100-80g").device, "fp16", Constants(kernel_s=0.0, batched=0.01))
+    whole = clock.materialised(8, 1024, 1024, size, inner=True)
+    assert clock.materialised(8, 1024, 1024, size, inner=False) / whole == pytest.approx(tiles / size)
+
+
+def test_attention_of_odd_heads_costs_more_for_the_same_width() -> None:
+    # 3,072 wide: 24 heads of 128 or 32 of 96, which take the tiles of 128 for a third more heads.
+    even, odd = (
+        costs(
+            SHAPE.model_copy(update={"hidden": 3072, "heads": n, "kv_heads": n, "head_size": 3072 // n}),
+            micro_batch=4,
+        )
+        for n in (24, 32)
+    )
+    assert odd.layer(0, True).parts["attention"] > 1.15 * even.layer(0, True).parts["attention"]
+    assert odd.layer(0, True).parts["matmul"] == even.layer(0, True).parts["matmul"]

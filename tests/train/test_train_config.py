@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hasten.base.config import parse_override
 from hasten.base.errors import ConfigError, InputError
-from hasten.train.config import RunConfig, describe_settings, load_config, parse_override
+from hasten.train.config import RunConfig, describe_settings, load_config
 
 BASE = {"model.id": "m", "data.path": "d"}
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -89,13 +90,13 @@ def test_frozen() -> None:
     ],
 )
 def test_parse_override(text: str, expected: tuple[str, object]) -> None:
-    assert parse_override(text) == expected
+    assert parse_override(text, "steps=10") == expected
 
 
 @pytest.mark.parametrize("text", ["steps", "=3", ""])
 def test_parse_override_refuses(text: str) -> None:
-    with pytest.raises(ConfigError, match="NAME=VALUE"):
-        parse_override(text)
+    with pytest.raises(ConfigError, match=r"NAME=VALUE, for example steps=10"):
+        parse_override(text, "steps=10")
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
