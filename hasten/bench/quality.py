@@ -140,8 +140,8 @@ def bench_quality(model: str, formats: tuple[Format, ...], screen: Screen) -> Qu
     perplexity = 0.0
     for number, form in enumerate(formats):
         try:
-            with screen.bar(f"{form} ({number + 1} of {len(formats)})", 1):
-                row, perplexity = _measured(model, form, judge, chunks, parameters, MAX_PERPLEXITY_RATIO)
+            screen.note(f"{form} ({number + 1} of {len(formats)})")
+            row, perplexity = _measured(model, form, judge, chunks, parameters, MAX_PERPLEXITY_RATIO, screen)
         except Interrupted as stopped:
             if not rows:
                 raise
@@ -205,16 +205,23 @@ def load(path: Path) -> QualityReport:
 
 
 def _measured(
-    model: str, form: Format, judge: Any, chunks: list[Any], parameters: int, most_ratio: float
+    model: str,
+    form: Format,
+    judge: Any,
+    chunks: list[Any],
+    parameters: int,
+    most_ratio: float,
+    screen: Screen,
 ) -> tuple[Row, float]:
     """The format's row, and the judge's perplexity."""
     from hasten.serve.gate import compare
     from hasten.serve.open import open_runner, runner_logits
 
-    served = open_runner(model, weights=form.weights, cache=form.cache)
+    served = open_runner(model, weights=form.weights, cache=form.cache, screen=screen)
     if served.about.ordinary:
         raise ConfigError(f"served by its ordinary forward pass: {served.about.ordinary}")
-    gate = compare(judge, runner_logits(served.runner), chunks, str(form))
+    with screen.bar("comparing", 1):
+        gate = compare(judge, runner_logits(served.runner), chunks, str(form))
     row = Row(
         weights=form.weights,
         cache=form.cache,

@@ -93,6 +93,9 @@ MAX_RATIO = Annotated[
     float, typer.Option("--max-perplexity-ratio", help="Refuse weights that raise perplexity by more.")
 ]
 STRICT = Annotated[bool, typer.Option("--strict", help="Refuse fields that are not known, with a 400.")]
+ACCESS_LOG = Annotated[
+    bool, typer.Option("--access-log", help="A line on stderr for each request: client, path, status.")
+]
 
 
 def serve(
@@ -116,6 +119,7 @@ def serve(
     check: CHECK = False,
     max_perplexity_ratio: MAX_RATIO = 1.05,
     strict: STRICT = False,
+    access_log: ACCESS_LOG = False,
 ) -> None:
     from hasten.serve.engine import EngineSettings
     from hasten.serve.http.limits import HttpSettings, Limits
@@ -133,6 +137,7 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         strict=strict,
         drain_s=drain,
+        access_log=access_log,
     )
     _check_exposure(settings, host)
     bound = bind(host, port)

@@ -287,14 +287,16 @@ def _distil(path: Any, source: Any, plan: Any, steps: int, screen: Screen) -> di
     matrices = plan.quantised(source, screen)
     distil.check_memory(sum(matrix.codes.numel() for matrix in matrices.values()))
     model, tokenizer = open_model(path, dtype=torch.float32)
+    tokens = piece_tokens(model)
     pieces = text_chunks(
         tokenizer.encode,
         default_text(0),
         distil.HELD_BACK + distil.BATCH * steps,
-        piece_tokens(model),
+        tokens,
         tokenizer.bos_token_id,
         of_each=distil.PIECES_OF_EACH,
     )
+    pieces = [piece for piece in pieces if len(piece) == tokens]
     found = distil.distil(model, matrices, [row.matrix for row in plan.rows], pieces, steps, screen)
     if found.after >= found.before:
         screen.warn(f"{path}: {steps} steps of distillation did not help; the weights stay as rounded")

@@ -167,7 +167,7 @@ def test_the_command_serves_a_folder(small_model_folder: Path, tmp_path: Path) -
         "float32",
     ]
     command += ["--cache", "float32", "--context", "256", "--name", "tiny", "--chat-template", str(template)]
-    command += ["--api-key", "sesame"]
+    command += ["--api-key", "sesame", "--access-log"]
     environment = os.environ | {"HASTEN_CACHE_DIR": str(tmp_path)}
     child = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=environment)
     try:
@@ -193,8 +193,15 @@ def test_the_command_serves_a_folder(small_model_folder: Path, tmp_path: Path) -
             expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
         assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
         child.send_signal(signal.SIGTERM)
-        child.communicate(timeout=20)
+        _, log = child.communicate(timeout=20)
         assert child.returncode == 0
+        requests = [line for line in log.splitlines() if "127.0.0.1" in line]
+        assert [re.findall(r'"(\S+ \S+) HTTP/1.1" (\d+)', line) for line in requests] == [
+            [("POST /v1/completions", "200")],
+            [("POST /v1/chat/completions", "200")],
+        ]
+        assert "hello" not in log
+        assert "sesame" not in log
     finally:
         child.kill()
         child.communicate()

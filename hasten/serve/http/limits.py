@@ -33,7 +33,8 @@ class HttpSettings:
     `api_keys`: any of them opens `/v1`; empty: no key is asked for. `allow_origins`: web pages of these
     origins may call the server (CORS); empty: only the built-in page. `strict`: an unknown field is a 400.
     `drain_s`: the time that running requests get after SIGTERM. `keep_alive_s`: a stream that has nothing to
-    say sends a comment this often, so that proxies do not cut it.
+    say sends a comment this often, so that proxies do not cut it. `access_log`: a line on stderr for each
+    request: client, method, path, status; never what was asked or answered.
 
     Raises ConfigError for a key that is no key and an origin that is no origin.
     """
@@ -44,6 +45,7 @@ class HttpSettings:
     strict: bool = False
     drain_s: float = 30.0
     keep_alive_s: float = 15.0
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         for key in self.api_keys:

@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(state),
                 log_config=None,
-                access_log=False,
+                access_log=state.settings.access_log,
                 lifespan="off",
                 ws="none",
                 server_header=False,
@@ -128,6 +128,13 @@ def run_server(state: State, bound: socket.socket, on_ready: Callable[[], None] 
     Raises ConfigError where another server has begun to listen on the port meanwhile.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if state.settings.access_log:
+        lines = logging.StreamHandler()
+        lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        access = logging.getLogger("uvicorn.access")
+        access.addHandler(lines)
+        access.setLevel(logging.INFO)
+        access.propagate = False
     host, port = bound.getsockname()[:2]
     try:
         bound.listen(1)
