@@ -110,8 +110,8 @@ template <class Bytes, int BITS, int U, int MR>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
-    // Unrolled, so that they are registers from the beginning to the end; and one loop, not groups and blocks,
-    // since short loops are left late.
+    // Unrolled, so that they are registers from the beginning to the end; and one loop, not groups and
+    // blocks, since short loops are left late.
     VF y[MR];
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) y[i] = VF{};

@@ -223,6 +223,10 @@ using FewSumsOf = void (*)(const Matrix&, int64_t panel, int64_t part, const uin
 FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni);
 FewSumsOf dense_sums(const Matrix& m, int64_t width, bool bf16);
 
+// K values of one row, words `width` apart; TILE rows, x_row floats apart.
+void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width);
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to);
+
 void many_rows(const PanelProduct& p, int64_t first_panel, int64_t panels, void* scratch);
 int64_t many_rows_scratch(const PanelProduct& p);
 
