@@ -122,7 +122,7 @@ class Linked:
             if settings.dtype == "int8":
                 head = head // 2 + 2 * BLOCK_TOKENS
             layers.append(
-                (taken[group], (layer.heads, layer.key_size, layer.value_size, units, padded, group))
+                (taken[group], (layer.heads, layer.key_size, layer.value_size, units, padded, group, head))
             )
             taken[group] += layer.heads * head
         pools = [_pool(blocks * block) for blocks, block in zip(settings.blocks, taken, strict=True)]

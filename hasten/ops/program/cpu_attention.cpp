@@ -34,16 +34,24 @@ inline uint32_t* block_of(const CacheLayer& c, const Step& s, int64_t sequence, 
     return c.base + s.tables[c.group][sequence * s.table_width[c.group] + index] * c.block_units;
 }
 
-// The parts of a block of bytes that belong to one KV head: K as pairs [D / 2, 32], V as pairs of tokens
-// [16, Dv padded], and one scale for each token.
+// What belongs to one KV head in a block lies together: its keys, then its values, so that one run of memory is
+// read for both.
+struct Head {
+    uint32_t *k, *v;
+    Head(const CacheLayer& c, uint32_t* block, int64_t h) {
+        k = block + h * c.head_units;
+        v = k + c.d_units * T;
+    }
+};
+
+// The same in bytes: K as pairs [D / 2, 32], V as pairs of tokens [16, Dv padded], and one scale for each token.
 struct Bytes {
     int8_t *k, *v;
     float *k_scale, *v_scale;
     Bytes(const CacheLayer& c, uint32_t* block, int64_t h) {
-        const int64_t k_bytes = 2 * c.d_units * T, v_bytes = T * c.dv_pad;
-        k = (int8_t*)block + h * k_bytes;
-        v = (int8_t*)block + c.heads * k_bytes + h * v_bytes;
-        k_scale = (float*)((int8_t*)block + c.heads * (k_bytes + v_bytes)) + h * 2 * T;
+        k = (int8_t*)Head(c, block, h).k;
+        v = k + 2 * c.d_units * T;
+        k_scale = (float*)(v + T * c.dv_pad);
         v_scale = k_scale + T;
     }
 };
@@ -97,7 +105,8 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
     uint32_t* block = block_of(c, s, s.sequence_of[row], position / T);
     for (int64_t h = 0; h < c.heads; h++) {
         const float *k = row_of(in.a, row, h), *v = row_of(in.b, row, h);
-        uint32_t *K = block + h * c.d_units * T, *V = block + c.heads * c.d_units * T;
+        const Head head(c, block, h);
+        uint32_t *K = head.k, *V = head.v;
         if (p.cache == Cache::bytes) {
             const Bytes b(c, block, h);
             b.k_scale[place] = put_bytes(k, in.a.s1, c.D, b.k + 2 * place, 2 * T);
@@ -107,7 +116,7 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
                 const uint16_t bits = narrow_scalar_bf16(k[d * in.a.s1]).bits;
                 std::memcpy((uint16_t*)(K + d / 2 * T + place) + d % 2, &bits, 2);
             }
-            V += h * (T / 2) * c.dv_pad + place / 2 * c.dv_pad;
+            V += place / 2 * c.dv_pad;
             // The other half of the pair may hold what another sequence left: zero, unless this step writes
             // it.
             const bool alone =
@@ -121,7 +130,7 @@ void store(const Program& p, const Step& s, const Instruction& in, int64_t row) 
             }
         } else {
             for (int64_t d = 0; d < c.D; d++) std::memcpy(K + d * T + place, k + d * in.a.s1, 4);
-            V += h * T * c.dv_pad + place * c.dv_pad;
+            V += place * c.dv_pad;
             for (int64_t d = 0; d < c.Dv; d++) std::memcpy(V + d, v + d * in.b.s1, 4);
         }
     }
@@ -240,7 +249,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         const int64_t low = b < t.begin ? 1 : 0, pair = std::min<int64_t>(2, t.end - b);
         for (int64_t i = low; i < pair; i++) {
             uint32_t* block = block_of(c, s, t.sequence, b + i);
-            const uint32_t* K = block + t.head * c.d_units * T;
+            const uint32_t* K = Head(c, block, t.head).k;
             if constexpr (BYTES) {
                 const Bytes bytes(c, block, t.head);
                 widen_bytes<Unit>(bytes.k, widened, 2 * c.d_units * T);
@@ -254,7 +263,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
             } else {
                 gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false,
-                                 next.block + next.head * c.d_units * T);
+                                 Head(c, next.block, next.head).k);
             }
         }
         const int64_t keys = pair * T;
@@ -311,7 +320,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
             const int64_t used = (std::min<int64_t>(T, behind) + Unit::per_unit - 1) / Unit::per_unit;
             uint32_t* block = block_of(c, s, t.sequence, b + i);
-            const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
+            const uint32_t* V = Head(c, block, t.head).v;
             if constexpr (BYTES) {
                 widen_bytes<Unit>(Bytes(c, block, t.head).v, widened, T * c.dv_pad);
                 V = widened;
@@ -322,7 +331,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
                            c.dv_pad, true);
             } else {
-                const uint32_t* ahead = next.block + c.heads * c.d_units * T + next.head * P_UNITS * c.dv_pad;
+                const uint32_t* ahead = Head(c, next.block, next.head).v;
                 gemm<Unit, true>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
                                  c.dv_pad, true, ahead);
             }
