@@ -180,17 +180,11 @@ struct Groups {
     const uint8_t* a(const uint8_t* group, int64_t part) const { return group + header + part * 4 * W; }
 };
 
-inline VF activated(int32_t kind, VF v) {
-    VF y = v;
-    with_kind(Kind(kind), [&](auto k) { y = decltype(k)::of(v).value; });
-    return y;
-}
-
-// Columns [column, column + W) of rows [row, row + rows): from sums over k to y. Sums of a row lie `stride`
-// floats apart; `ups` is null without a factor.
-template <class Lanes>
-inline void finish_lanes(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
-                         const float* ups, int64_t stride, Lanes lanes) {
+// Columns [column, column + W) of rows [row, row + rows): from sums over k to y, through the activation `of`.
+// Sums of a row lie `stride` floats apart; `ups` is null without a factor.
+template <class Lanes, class F>
+inline void finish_rows(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
+                        const float* ups, int64_t stride, Lanes lanes, const F& of) {
     auto bias_of = [&](const Matrix& m) { return m.bias ? get(m.bias + column, lanes) : VF{}; };
     auto unit_of = [](const Matrix& m) { return m.format == Panel::quantised ? m.unit : 1.0f; };
     const VF bias = bias_of(p.matrix), up_bias = ups ? bias_of(*p.up) : VF{};
@@ -198,13 +192,23 @@ inline void finish_lanes(const PanelProduct& p, int64_t column, int64_t row, int
     float* y = p.y + row * p.y_row + column;
     const float* residual = p.residual ? p.residual + row * p.residual_row + column : nullptr;
     for (int64_t r = 0; r < rows; r++) {
-        VF v = load(sums + r * stride) * unit + bias;
-        if (p.kind != NO_ACTIVATION) v = activated(p.kind, v);
+        VF v = of(load(sums + r * stride) * unit + bias);
         if (ups) v = v * (load(ups + r * stride) * up_unit + up_bias);
         v = v * p.scale;
         if (residual) v = v + get(residual + r * p.residual_row, lanes);
         put(y + r * p.y_row, v, lanes);
     }
+}
+
+// The kind is chosen once for all rows.
+template <class Lanes>
+inline void finish_lanes(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
+                         const float* ups, int64_t stride, Lanes lanes) {
+    const auto with = [&](const auto& of) {
+        finish_rows(p, column, row, rows, sums, ups, stride, lanes, of);
+    };
+    if (p.kind == NO_ACTIVATION) return with([](VF v) { return v; });
+    with_kind(Kind(p.kind), [&](auto k) { with([](VF v) { return decltype(k)::of(v).value; }); });
 }
 
 inline void finish(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
