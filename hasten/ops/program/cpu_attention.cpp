@@ -6,25 +6,12 @@
 #include <cmath>
 #include <type_traits>
 
-#include "../_cpu/gemm.h"
 #include "../_cpu/rows.h"
 #include "cpu.h"
+#include "softmax.h"
 
 namespace hasten {
 namespace {
-
-constexpr float LOG2E = 1.44269504088896341f;
-constexpr int64_t T = BLOCK_TOKENS;
-
-// Pairs of bf16 where the processor has no products of them.
-struct WidenedBF16 {
-    static constexpr int per_unit = 2;
-    static inline VF multiply_add(VF acc, const uint32_t* a, VU b) {
-        const VU pair = *a - VU{};
-        acc = acc + (VF)(pair << 16) * (VF)(b << 16);
-        return acc + (VF)(pair & 0xffff0000u) * (VF)(b & 0xffff0000u);
-    }
-};
 
 inline const float* row_of(const Operand& o, int64_t row, int64_t head) {
     return o.base + row * o.row_stride + head * o.s0;
@@ -34,8 +21,8 @@ inline uint32_t* block_of(const CacheLayer& c, const Step& s, int64_t sequence, 
     return c.base + s.tables[c.group][sequence * s.table_width[c.group] + index] * c.block_units;
 }
 
-// What belongs to one KV head in a block lies together: its keys, then its values, so that one run of memory is
-// read for both.
+// What belongs to one KV head in a block lies together: its keys, then its values, so that one run of memory
+// is read for both.
 struct Head {
     uint32_t *k, *v;
     Head(const CacheLayer& c, uint32_t* block, int64_t h) {
@@ -44,7 +31,8 @@ struct Head {
     }
 };
 
-// The same in bytes: K as pairs [D / 2, 32], V as pairs of tokens [16, Dv padded], and one scale for each token.
+// The same in bytes: K as pairs [D / 2, 32], V as pairs of tokens [16, Dv padded], and one scale for each
+// token.
 struct Bytes {
     int8_t *k, *v;
     float *k_scale, *v_scale;
@@ -173,9 +161,9 @@ inline void write_result(const Instruction& in, const Step& s, const Tile& t, co
     const int64_t h = t.head * (in.n0 / c.heads) + m / t.tokens, row = t.first + m % t.tokens;
     float share = 1;
     if (in.b.base) {  // a sink takes probability and has no value
-        const float sink = in.b.base[h], peak = std::max(largest, sink);
-        share = largest == -INF ? 0.0f : std::exp(largest - peak);
-        total = total * share + std::exp(sink - peak);
+        const float sink = in.b.base[h] * LOG2E, peak = std::max(largest, sink);
+        share = largest == -INF ? 0.0f : std::exp2(largest - peak);
+        total = total * share + std::exp2(sink - peak);
     }
     const float scale = total == 0 ? 0.0f : share / total;
     float* out = in.dst.base + row * in.dst.row_stride + h * in.dst.s0;
@@ -188,8 +176,8 @@ __attribute__((noinline)) void fold(float* o, float& largest, float& total, cons
                                     float part_largest, float part_total, int64_t n) {
     const float peak = largest > part_largest || largest != largest ? largest : part_largest;
     if (peak == -INF) return;
-    const float before = largest == -INF ? 0.0f : std::exp(largest - peak);
-    const float now = part_largest == -INF ? 0.0f : std::exp(part_largest - peak);
+    const float before = largest == -INF ? 0.0f : std::exp2(largest - peak);
+    const float now = part_largest == -INF ? 0.0f : std::exp2(part_largest - peak);
     total = total * before + part_total * now;
     for (int64_t d = 0; d < n; d += W) hasten::store(o + d, load(o + d) * before + load(part + d) * now);
     largest = peak;
@@ -199,9 +187,7 @@ template <class Unit, bool BYTES>
 HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, const Tile& t,
                                const Tile& after, char* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
-    const float scale = float(in.f[0]), softcap = float(in.f[1]);
-    const float* slopes = in.c.base;
-    const int64_t window = in.i[3], group = in.n0 / c.heads;
+    const int64_t group = in.n0 / c.heads;
     constexpr int64_t P_UNITS = T / Unit::per_unit;
     auto take = [&memory](int64_t floats) {
         float* at = (float*)memory;
@@ -209,7 +195,9 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         return at;
     };
     uint32_t* q = (uint32_t*)take(t.M * c.d_units);
-    float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad), *largest = take(t.M), *total = take(t.M);
+    float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad);
+    float *largest = take(t.M + W), *total = take(t.M + W), *slopes = take(in.c.base ? t.M : 0);
+    int32_t* positions = (int32_t*)take(t.M);
     uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
     uint32_t* widened = (uint32_t*)take(BYTES ? std::max(c.d_units * T, P_UNITS * c.dv_pad) : 0);
     float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
@@ -227,10 +215,28 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         }
         sum_largest[m] = largest[m] = -INF;
         sum_total[m] = total[m] = 0;
+        positions[m] = s.positions[t.first + m % t.tokens];
+        if (in.c.base) slopes[m] = in.c.base[t.head * group + m / t.tokens];
     }
+    Rows rows{t.M,
+              0,
+              0,
+              c.dv_pad,
+              scores,
+              o,
+              largest,
+              total,
+              weights,
+              positions,
+              in.c.base ? slopes : nullptr,
+              k_scales,
+              v_scales,
+              float(in.f[0]),
+              float(in.f[1]),
+              in.i[3],
+              0};
     std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
     if (parts > 1) std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
-    const VI lane = lane_numbers();
     // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or one of the first
     // of the tile that this thread works on next.
     struct Next {
@@ -266,55 +272,11 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                                  Head(c, next.block, next.head).k);
             }
         }
-        const int64_t keys = pair * T;
-        for (int64_t m = 0; m < t.M; m++) {
-            float* x = scores + m * 2 * T;
-            const int32_t position = s.positions[t.first + m % t.tokens];
-            const int32_t seen = position - int32_t(b * T);  // the last visible place
-            const int32_t oldest = window ? seen - int32_t(window) + 1 : INT32_MIN;
-            const bool edge = seen < keys - 1 || oldest > 0;
-            const float slope = slopes ? slopes[t.head * group + m / t.tokens] : 0;
-            VF top = splat(-INF);
-            for (int64_t j = low * T; j < keys; j += W) {
-                VF v = load(x + j) * scale;
-                if (BYTES) v = v * load(k_scales + j);
-                if (softcap != 0) v = tanh_of(v / softcap) * softcap;
-                const VI at = lane + int32_t(j);
-                if (slopes) v = v + __builtin_convertvector(at - seen, VF) * slope;
-                if (edge) v = ((at <= seen) & (at >= oldest)) ? v : splat(-INF);
-                store(x + j, v);
-                top = ((v > top) | (v != v)) ? v : top;
-            }
-            const float highest = max_or_nan(top);
-            const float peak = largest[m] > highest || largest[m] != largest[m] ? largest[m] : highest;
-            uint32_t* w = weights + m * 2 * P_UNITS;
-            if (peak == -INF) {
-                std::memset(w, 0, 2 * P_UNITS * 4);
-                continue;
-            }
-            if (peak != largest[m]) {
-                const float factor = largest[m] == -INF ? 0.0f : std::exp(largest[m] - peak);
-                total[m] *= factor;
-                float* row = o + m * c.dv_pad;
-                for (int64_t d = 0; d < c.dv_pad; d += W) hasten::store(row + d, load(row + d) * factor);
-                largest[m] = peak;
-            }
-            VF added{};
-            for (int64_t j = low * T; j < keys; j += W) {
-                const VF e = exp2_of((load(x + j) - peak) * LOG2E);
-                added = added + e;
-                // A place that is not visible has no scale of its own.
-                VF weight = e;
-                if (BYTES) weight = e > VF{} ? e * load(v_scales + j) : VF{};
-                if constexpr (Unit::per_unit == 1)
-                    hasten::store((float*)w + j, weight);
-                else if constexpr (std::is_same_v<Unit, WidenedBF16>)
-                    store_half((uint16_t*)w + j, narrow_bf16(weight));
-                else
-                    store_half((uint16_t*)w + j, narrow_fast(weight));
-            }
-            total[m] += sum(added);
-        }
+        rows.from = low * T, rows.keys = pair * T, rows.first_key = b * T;
+        if (rows.keys - rows.from == 2 * T)
+            online_softmax<Unit, BYTES, true>(rows);
+        else
+            online_softmax<Unit, BYTES, false>(rows);
         for (int64_t i = low; i < pair; i++) {
             // Values behind the last visible one are not read: they may be another sequence's.
             const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
@@ -392,7 +354,7 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
     const int64_t widened = std::max(c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
-    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 4) + widened + c.dv_pad) * 4 + 1024;
+    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + c.dv_pad + 2 * W) * 4 + 1024;
 }
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
