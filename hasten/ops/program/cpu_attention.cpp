@@ -8,6 +8,7 @@
 
 #include "../_cpu/rows.h"
 #include "cpu.h"
+#include "scores.h"
 #include "softmax.h"
 
 namespace hasten {
@@ -199,7 +200,7 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     float *largest = take(t.M + W), *total = take(t.M + W), *slopes = take(in.c.base ? t.M : 0);
     int32_t* positions = (int32_t*)take(t.M);
     uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
-    uint32_t* widened = (uint32_t*)take(BYTES ? std::max(c.d_units * T, P_UNITS * c.dv_pad) : 0);
+    uint32_t* widened = (uint32_t*)take(BYTES ? std::max(2 * c.d_units * T, P_UNITS * c.dv_pad) : 0);
     float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
     const int64_t first_part = t.begin / PART_BLOCKS,
                   parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - first_part : 0;
@@ -253,25 +254,31 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     // begin at the same keys for every row, whatever its window and whatever shares its tile.
     for (int64_t b = t.begin / 2 * 2; b < t.end; b += 2) {
         const int64_t low = b < t.begin ? 1 : 0, pair = std::min<int64_t>(2, t.end - b);
+        const bool both = TWO_BLOCKS && low == 0 && pair == 2;
+        const uint32_t *keys[2] = {}, *ahead[2] = {};
         for (int64_t i = low; i < pair; i++) {
             uint32_t* block = block_of(c, s, t.sequence, b + i);
-            const uint32_t* K = Head(c, block, t.head).k;
+            keys[i] = Head(c, block, t.head).k;
+            const Next next = following(b + i, i);
             if constexpr (BYTES) {
                 const Bytes bytes(c, block, t.head);
-                widen_bytes<Unit>(bytes.k, widened, 2 * c.d_units * T);
+                widen_bytes<Unit>(bytes.k, widened + i * c.d_units * T, 2 * c.d_units * T);
+                keys[i] = widened + i * c.d_units * T;
                 std::memcpy(k_scales + i * T, bytes.k_scale, T * 4);
                 std::memcpy(v_scales + i * T, bytes.v_scale, T * 4);
-                K = widened;
-            }
-            const Next next = following(b + i, i);
-            if (BYTES || !next.block) {
                 if (next.block) fetch(Bytes(c, next.block, next.head).k, 2 * c.d_units * T);
-                gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
-            } else {
-                gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false,
-                                 Head(c, next.block, next.head).k);
+            } else if (next.block) {
+                ahead[i] = Head(c, next.block, next.head).k;
             }
+            if (both) continue;
+            if (ahead[i])
+                gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, keys[i], T, scores + i * T, 2 * T, false,
+                                 ahead[i]);
+            else
+                gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, keys[i], T, scores + i * T, 2 * T, false);
         }
+        if (both)
+            scores_of_two<Unit>(t.M, c.d_units, q, keys, scores, ahead[0] && ahead[1] ? ahead : nullptr);
         rows.from = low * T, rows.keys = pair * T, rows.first_key = b * T;
         if (rows.keys - rows.from == 2 * T)
             online_softmax<Unit, BYTES, true>(rows);
@@ -353,7 +360,7 @@ int64_t units(const Program& p, const Step& s, const Instruction& in) {
 int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
-    const int64_t widened = std::max(c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
+    const int64_t widened = std::max(2 * c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
     return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + c.dv_pad + 2 * W) * 4 + 1024;
 }
 
