@@ -1,4 +1,4 @@
-// Attention over the paged cache: writing keys and values, and tiles of queries over blocks of keys.
+// Attention over the paged cache: tiles of queries over blocks of keys.
 //
 // The query heads of a KV head are folded together: row g * tokens + t of a tile is the t-th token's query of
 // head h * G + g. Products read the cache as it lies: K [D units, 32] and V [units of tokens, Dv].
@@ -7,61 +7,12 @@
 #include <type_traits>
 
 #include "../_cpu/rows.h"
-#include "cpu.h"
+#include "cache.h"
 #include "scores.h"
 #include "softmax.h"
 
 namespace hasten {
 namespace {
-
-inline const float* row_of(const Operand& o, int64_t row, int64_t head) {
-    return o.base + row * o.row_stride + head * o.s0;
-}
-
-inline uint32_t* block_of(const CacheLayer& c, const Step& s, int64_t sequence, int64_t index) {
-    return c.base + s.tables[c.group][sequence * s.table_width[c.group] + index] * c.block_units;
-}
-
-// What belongs to one KV head in a block lies together: its keys, then its values, so that one run of memory
-// is read for both.
-struct Head {
-    uint32_t *k, *v;
-    Head(const CacheLayer& c, uint32_t* block, int64_t h) {
-        k = block + h * c.head_units;
-        v = k + c.d_units * T;
-    }
-};
-
-// The same in bytes: K as pairs [D / 2, 32], V as pairs of tokens [16, Dv padded], and one scale for each
-// token.
-struct Bytes {
-    int8_t *k, *v;
-    float *k_scale, *v_scale;
-    Bytes(const CacheLayer& c, uint32_t* block, int64_t h) {
-        k = (int8_t*)Head(c, block, h).k;
-        v = k + 2 * c.d_units * T;
-        k_scale = (float*)(v + T * c.dv_pad);
-        v_scale = k_scale + T;
-    }
-};
-
-// n values as bytes and the scale that they are multiplied by. Value d goes to `to` + d / 2 * pair + d % 2,
-// or with `single` to `to` + d * pair.
-inline float put_bytes(const float* x, int64_t stride, int64_t n, int8_t* to, int64_t pair,
-                       bool single = false) {
-    float most = 0;
-    for (int64_t d = 0; d < n; d++) {
-        const float size = std::abs(x[d * stride]);
-        most = size > most || size != size ? size : most;
-    }
-    const float scale = most / 127, inverse = scale > 0 ? 1 / scale : 0;
-    for (int64_t d = 0; d < n; d++) {
-        const float v = x[d * stride] * inverse;
-        const int8_t byte = v != v || std::abs(v) > 127.5f ? 0 : int8_t(std::lrint(v));
-        to[single ? d * pair : d / 2 * pair + d % 2] = byte;
-    }
-    return scale;
-}
 
 // Bytes as bf16, exactly; `n` a multiple of 32.
 template <class Unit>
@@ -87,43 +38,6 @@ HASTEN_BF16_TARGET inline void widen_bytes<PairBF16>(const int8_t* from, uint32_
     }
 }
 #endif
-
-void store(const Program& p, const Step& s, const Instruction& in, int64_t row) {
-    const CacheLayer& c = p.layers[in.i[0]];
-    const int64_t position = s.positions[row], place = position % T;
-    uint32_t* block = block_of(c, s, s.sequence_of[row], position / T);
-    for (int64_t h = 0; h < c.heads; h++) {
-        const float *k = row_of(in.a, row, h), *v = row_of(in.b, row, h);
-        const Head head(c, block, h);
-        uint32_t *K = head.k, *V = head.v;
-        if (p.cache == Cache::bytes) {
-            const Bytes b(c, block, h);
-            b.k_scale[place] = put_bytes(k, in.a.s1, c.D, b.k + 2 * place, 2 * T);
-            b.v_scale[place] = put_bytes(v, in.b.s1, c.Dv, b.v + place / 2 * 2 * c.dv_pad + place % 2, 2, 1);
-        } else if (p.cache == Cache::bf16) {
-            for (int64_t d = 0; d < c.D; d++) {
-                const uint16_t bits = narrow_scalar_bf16(k[d * in.a.s1]).bits;
-                std::memcpy((uint16_t*)(K + d / 2 * T + place) + d % 2, &bits, 2);
-            }
-            V += place / 2 * c.dv_pad;
-            // The other half of the pair may hold what another sequence left: zero, unless this step writes
-            // it.
-            const bool alone =
-                place % 2 == 0 && !(row + 1 < s.rows && s.sequence_of[row + 1] == s.sequence_of[row]);
-            for (int64_t d = 0; d < c.Dv; d++) {
-                const uint16_t bits = narrow_scalar_bf16(v[d * in.b.s1]).bits;
-                if (alone)
-                    V[d] = bits;
-                else
-                    std::memcpy((uint16_t*)(V + d) + place % 2, &bits, 2);
-            }
-        } else {
-            for (int64_t d = 0; d < c.D; d++) std::memcpy(K + d * T + place, k + d * in.a.s1, 4);
-            V += place * c.dv_pad;
-            for (int64_t d = 0; d < c.Dv; d++) std::memcpy(V + d, v + d * in.b.s1, 4);
-        }
-    }
-}
 
 // Brings bytes into the second-level cache.
 inline void fetch(const int8_t* p, int64_t bytes) {
@@ -359,6 +273,7 @@ int64_t units(const Program& p, const Step& s, const Instruction& in) {
 
 int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
+    if (in.op == Op::store) return store_floats(c) * 4;
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
     const int64_t widened = std::max(2 * c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
     return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + c.dv_pad + 2 * W) * 4 + 1024;
@@ -366,10 +281,7 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
          void* scratch) {
-    if (in.op == Op::store) {
-        for (int64_t unit = first; unit < first + count; unit++) store(p, s, in, unit);
-        return;
-    }
+    if (in.op == Op::store) return store_rows(p, s, in, first, count, (float*)scratch);
     if (in.op == Op::merge) {
         for (int64_t unit = first; unit < first + count; unit++) merge(p, s, in, unit, (float*)scratch);
         return;

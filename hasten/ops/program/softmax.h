@@ -6,14 +6,13 @@
 #include <type_traits>
 
 #include "../_cpu/gemm.h"
-#include "cpu.h"
+#include "cache.h"
 
 namespace hasten {
 namespace {
 
 // Scores are kept times this: powers of two are cheaper than of e.
 constexpr float LOG2E = 1.44269504088896341f;
-constexpr int64_t T = BLOCK_TOKENS;
 
 // Pairs of bf16 where the processor has no products of them.
 struct WidenedBF16 {
