@@ -82,16 +82,29 @@ struct BytesPlain {
 };
 #endif
 
+// v, which the compiler would else load again for each of its units.
+template <int UNITS>
+inline VU in_register(VU v) {
+    return UNITS > 1 ? (VU)apart((VF)v) : v;
+}
+
 template <class Bytes, int BITS, int U, int MR>
-HASTEN_VNNI_TARGET inline
-    __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a, const uint8_t* b,
-                                                  const uint32_t* x, const uint32_t* scales,
-                                                  const uint32_t* sums, VF scale, VF minimum) {
+HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a,
+                                                                        const uint8_t* b, const uint32_t* x,
+                                                                        const uint32_t* scales,
+                                                                        const uint32_t* sums, VF scale,
+                                                                        VF minimum) {
     VI sum[MR];
     for (int m = 0; m < MR; m++) sum[m] = VI{};
+    using C = Codes<BITS, U>;
+    VU first{}, second{};
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
-        const VU q = Codes<BITS, U>::unit(a, b, u);
+        // Loaded once for all of their units: there are no more loads to spare than multiplications.
+        if (u % C::first_units == 0) first = in_register<C::first_units>(C::first(a, u));
+        if (C::second_bits && u % C::second_units == 0)
+            second = in_register<C::second_units>(C::second(b, u));
+        const VU q = C::unit(first, second, u);
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) sum[m] = Bytes::template add<BITS>(sum[m], q, x + u * MR + m);
     }

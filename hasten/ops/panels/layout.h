@@ -134,26 +134,33 @@ struct Codes {
     static constexpr int second_bits = BITS - first_bits;
     static constexpr int64_t a_step = 8 * U * first_bits, b_step = 8 * U * second_bits;
 
-    // The codes of k = 4u .. 4u + 3, one in each byte of a lane.
-    static inline VU unit(const uint8_t* a, const uint8_t* b, int u) {
-        VU q = field<first_bits>(a, u);
+    // How many units of four values a vector of a plane holds.
+    static constexpr int first_units = 8 / first_bits, second_units = second_bits ? 8 / second_bits : U;
+    static inline VU first(const uint8_t* a, int u) { return load_words(a + u / first_units * 64); }
+    static inline VU second(const uint8_t* b, int u) {
+        return second_bits ? load_words(b + u / second_units * 64) : VU{};
+    }
+
+    // The codes of k = 4u .. 4u + 3, one in each byte of a lane, from what the planes hold there.
+    static inline VU unit(VU first, VU second, int u) {
+        VU q = field<first_bits>(first, u);
         if constexpr (second_bits == 1) {
             constexpr uint32_t mask = 0x01010101u << first_bits;
-            const VU v = load_words(b);
-            q |= (u > first_bits ? v >> (u - first_bits) : v << (first_bits - u)) & mask;
+            q |= (u > first_bits ? second >> (u - first_bits) : second << (first_bits - u)) & mask;
         } else if constexpr (second_bits == 2) {
-            q |= field<2>(b, u) << first_bits;
+            q |= field<2>(second, u) << first_bits;
         }
         return q;
     }
+    static inline VU unit(const uint8_t* a, const uint8_t* b, int u) {
+        return unit(first(a, u), second(b, u), u);
+    }
 
     template <int bits>
-    static inline VU field(const uint8_t* plane, int u) {
-        constexpr int per_byte = 8 / bits;
-        const VU v = load_words(plane + u / per_byte * 64);
+    static inline VU field(VU v, int u) {
         if constexpr (bits == 8) return v;
         constexpr uint32_t mask = 0x01010101u * ((1 << bits) - 1);
-        return (v >> (u % per_byte * bits)) & mask;
+        return (v >> (u % (8 / bits) * bits)) & mask;
     }
 };
 
