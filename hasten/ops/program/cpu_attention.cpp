@@ -71,31 +71,48 @@ struct Tile {
     }
 };
 
-inline void write_result(const Instruction& in, const Step& s, const Tile& t, const CacheLayer& c, int64_t m,
-                         const float* o, float largest, float total) {
-    const int64_t h = t.head * (in.n0 / c.heads) + m / t.tokens, row = t.first + m % t.tokens;
-    float share = 1;
-    if (in.b.base) {  // a sink takes probability and has no value
-        const float sink = in.b.base[h] * LOG2E, peak = std::max(largest, sink);
-        share = largest == -INF ? 0.0f : std::exp2(largest - peak);
-        total = total * share + std::exp2(sink - peak);
-    }
-    const float scale = total == 0 ? 0.0f : share / total;
-    float* out = in.dst.base + row * in.dst.row_stride + h * in.dst.s0;
-    each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(o + d, lanes) * scale, lanes); });
+// f(m, row, head) for the rows of a tile, without a division for each.
+template <class F>
+inline void each_row(const Tile& t, int64_t group, const F& f) {
+    int64_t m = 0;
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < t.tokens; i++) f(m++, t.first + i, t.head * group + g);
 }
 
-// Adds a part's sums to those of the parts before it. One function for all who join parts, so that the
-// compiler rounds alike and a row's bits depend on its keys alone.
-__attribute__((noinline)) void fold(float* o, float& largest, float& total, const float* part,
-                                    float part_largest, float part_total, int64_t n) {
-    const float peak = largest > part_largest || largest != largest ? largest : part_largest;
-    if (peak == -INF) return;
-    const float before = largest == -INF ? 0.0f : std::exp2(largest - peak);
-    const float now = part_largest == -INF ? 0.0f : std::exp2(part_largest - peak);
-    total = total * before + part_total * now;
-    for (int64_t d = 0; d < n; d += W) hasten::store(o + d, load(o + d) * before + load(part + d) * now);
-    largest = peak;
+void write_results(const Instruction& in, const Tile& t, const CacheLayer& c, const float* o,
+                   const float* largest, const float* totals) {
+    each_row(t, in.n0 / c.heads, [&](int64_t m, int64_t row, int64_t h) {
+        float share = 1, total = totals[m];
+        if (in.b.base) {  // a sink takes probability and has no value
+            const float sink = in.b.base[h] * LOG2E, peak = std::max(largest[m], sink);
+            share = largest[m] == -INF ? 0.0f : std::exp2(largest[m] - peak);
+            total = total * share + std::exp2(sink - peak);
+        }
+        const float scale = total == 0 ? 0.0f : share / total;
+        const float* from = o + m * c.dv_pad;
+        float* out = in.dst.base + row * in.dst.row_stride + h * in.dst.s0;
+        each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(from + d, lanes) * scale, lanes); });
+    });
+}
+
+// Adds a part's sums [M, width] to those of the parts before it. One function for all who join parts, so that
+// the compiler rounds alike and a row's bits depend on its keys alone. Numbers of rows have W places more.
+__attribute__((noinline)) void fold(int64_t M, int64_t width, float* o, float* largest, float* total,
+                                    const float* part, const float* part_largest, const float* part_total) {
+    for (int64_t m0 = 0; m0 < M; m0 += W) {
+        const VF was = load(largest + m0), is = load(part_largest + m0);
+        const VF peak = (was > is) | (was != was) ? was : is;
+        const VF before = was == splat(-INF) ? VF{} : exp2_of(was - peak);
+        const VF now = is == splat(-INF) ? VF{} : exp2_of(is - peak);
+        hasten::store(total + m0, load(total + m0) * before + load(part_total + m0) * now);
+        hasten::store(largest + m0, peak);
+        alignas(64) float a[W], b[W];
+        hasten::store(a, before);
+        hasten::store(b, now);
+        for (int64_t i = 0; i < std::min<int64_t>(W, M - m0); i++)
+            for (int64_t d = (m0 + i) * width; d < (m0 + i + 1) * width; d += W)
+                hasten::store(o + d, load(o + d) * a[i] + load(part + d) * b[i]);
+    }
 }
 
 template <class Unit, bool BYTES>
@@ -118,9 +135,10 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
     const int64_t first_part = t.begin / PART_BLOCKS,
                   parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - first_part : 0;
-    float *sum_o = take(parts > 1 ? t.M * c.dv_pad : 0), *sum_largest = take(t.M), *sum_total = take(t.M);
-    for (int64_t m = 0; m < t.M; m++) {
-        const float* x = row_of(in.a, t.first + m % t.tokens, t.head * group + m / t.tokens);
+    float *sum_o = take(parts > 1 ? t.M * c.dv_pad : 0), *sum_largest = take(t.M + W),
+          *sum_total = take(t.M + W);
+    each_row(t, group, [&](int64_t m, int64_t row, int64_t h) {
+        const float* x = row_of(in.a, row, h);
         uint32_t* to = q + m * c.d_units;
         if (Unit::per_unit == 1) {
             std::memcpy(to, x, size_t(c.D) * 4);
@@ -128,11 +146,15 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             to[c.d_units - 1] = 0;
             each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
         }
-        sum_largest[m] = largest[m] = -INF;
-        sum_total[m] = total[m] = 0;
-        positions[m] = s.positions[t.first + m % t.tokens];
-        if (in.c.base) slopes[m] = in.c.base[t.head * group + m / t.tokens];
-    }
+        positions[m] = s.positions[row];
+        if (in.c.base) slopes[m] = in.c.base[h];
+    });
+    const auto nothing = [&](float* of_largest, float* of_total) {
+        std::fill_n(of_largest, t.M, -INF);
+        std::fill_n(of_total, t.M, 0.0f);
+    };
+    nothing(largest, total);
+    nothing(sum_largest, sum_total);
     Rows rows{t.M,
               0,
               0,
@@ -220,12 +242,8 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             }
         }
         if (parts > 1 && ((b + 2) % PART_BLOCKS == 0 || b + 2 >= t.end)) {
-            for (int64_t m = 0; m < t.M; m++) {
-                fold(sum_o + m * c.dv_pad, sum_largest[m], sum_total[m], o + m * c.dv_pad, largest[m],
-                     total[m], c.dv_pad);
-                largest[m] = -INF;
-                total[m] = 0;
-            }
+            fold(t.M, c.dv_pad, sum_o, sum_largest, sum_total, o, largest, total);
+            nothing(largest, total);
             std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
         }
     }
@@ -234,34 +252,30 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         largest = sum_largest;
         total = sum_total;
     }
-    for (int64_t m = 0; m < t.M; m++) {
-        if (s.parts == 1) {
-            write_result(in, s, t, c, m, o + m * c.dv_pad, largest[m], total[m]);
-            continue;
-        }
-        float* to = p.partial + (t.index * s.tile_tokens * group + m) * (c.dv_pad + 2);
-        std::memcpy(to, o + m * c.dv_pad, size_t(c.dv_pad) * 4);
-        to[c.dv_pad] = largest[m];
-        to[c.dv_pad + 1] = total[m];
-    }
+    if (s.parts == 1) return write_results(in, t, c, o, largest, total);
+    float* to = p.partial + t.index * t.M * (c.dv_pad + 2);
+    std::memcpy(to, o, size_t(t.M * c.dv_pad) * 4);
+    std::memcpy(to + t.M * c.dv_pad, largest, size_t(t.M) * 4);
+    std::memcpy(to + t.M * (c.dv_pad + 1), total, size_t(t.M) * 4);
 }
 
 // Joins the parts of a tile, in order.
-void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit, float* o) {
+void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit, float* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
-    const int64_t group = in.n0 / c.heads, width = c.dv_pad + 2;
     const Tile t(p, s, in, c, unit * s.parts);
-    for (int64_t m = 0; m < t.M; m++) {
-        const float* from = p.partial + (unit * s.parts * s.tile_tokens * group + m) * width;
-        const int64_t stride = s.tile_tokens * group * width;
-        float peak = -INF, total = 0;
-        std::memset(o, 0, size_t(c.dv_pad) * 4);
-        for (int64_t i = 0; i < s.parts; i++) {
-            const float* part = from + i * stride;
-            fold(o, peak, total, part, part[c.dv_pad], part[c.dv_pad + 1], c.dv_pad);
-        }
-        write_result(in, s, t, c, m, o, peak, total);
+    const int64_t M = t.M, sums = M * c.dv_pad;
+    float *o = memory, *largest = o + sums, *total = largest + M + W;
+    float *part_largest = total + M + W, *part_total = part_largest + M + W;
+    std::fill_n(o, sums, 0.0f);
+    std::fill_n(largest, M, -INF);
+    std::fill_n(total, M, 0.0f);
+    for (int64_t i = 0; i < s.parts; i++) {
+        const float* part = p.partial + (t.index + i) * M * (c.dv_pad + 2);
+        std::memcpy(part_largest, part + sums, size_t(M) * 4);
+        std::memcpy(part_total, part + sums + M, size_t(M) * 4);
+        fold(M, c.dv_pad, o, largest, total, part, part_largest, part_total);
     }
+    write_results(in, t, c, o, largest, total);
 }
 
 int64_t units(const Program& p, const Step& s, const Instruction& in) {
@@ -276,7 +290,7 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     if (in.op == Op::store) return store_floats(c) * 4;
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
     const int64_t widened = std::max(2 * c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
-    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + c.dv_pad + 2 * W) * 4 + 1024;
+    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + 4 * W) * 4 + 1024;
 }
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
