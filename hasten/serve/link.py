@@ -29,7 +29,7 @@ from hasten.serve.program import OPCODES, Instruction, Program, Ref, Root
 BLOCK_TOKENS = 32
 FEW_ROWS = 8
 TILE_ROWS = 96
-"""Queries of a KV head that attention takes over its keys together: their scores stay in the first-level cache."""
+"""Queries of a KV head that attention takes over its keys together: what is kept of them fits a core."""
 CACHES = ("float32", "bfloat16", "int8")
 """What keys and values can be stored as; the places are the codes of `Cache` in cpu.h."""
 

@@ -155,23 +155,12 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     };
     nothing(largest, total);
     nothing(sum_largest, sum_total);
-    Rows rows{t.M,
-              0,
-              0,
-              c.dv_pad,
-              scores,
-              o,
-              largest,
-              total,
-              weights,
-              positions,
-              in.c.base ? slopes : nullptr,
-              k_scales,
-              v_scales,
-              float(in.f[0]),
-              float(in.f[1]),
-              in.i[3],
-              0};
+    Rows rows{};
+    rows.M = t.M, rows.o_width = c.dv_pad, rows.window = in.i[3];
+    rows.scores = scores, rows.weights = weights, rows.o = o, rows.largest = largest, rows.total = total;
+    rows.positions = positions, rows.slopes = in.c.base ? slopes : nullptr;
+    rows.k_scales = k_scales, rows.v_scales = v_scales;
+    rows.scale = float(in.f[0]), rows.softcap = float(in.f[1]);
     std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
     if (parts > 1) std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
     // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or one of the first
