@@ -28,6 +28,8 @@ from hasten.serve.program import OPCODES, Instruction, Program, Ref, Root
 
 BLOCK_TOKENS = 32
 FEW_ROWS = 8
+TILE_ROWS = 96
+"""Queries of a KV head that attention takes over its keys together: what is kept of them fits a core."""
 CACHES = ("float32", "bfloat16", "int8")
 """What keys and values can be stored as; the places are the codes of `Cache` in cpu.h."""
 
@@ -89,7 +91,7 @@ class Linked:
         widest = max((use.K for use in program.matrices), default=1)
         self.prepared = _aligned(step_tokens * (widest + 64) + 1024)
         heads = max((one.n0 // one.ints[2] for one in instructions if one.op == "attend"), default=1)
-        self.sizes = [CACHES.index(cache.dtype), FEW_ROWS, max(1, 128 // heads)]
+        self.sizes = [CACHES.index(cache.dtype), FEW_ROWS, max(1, TILE_ROWS // heads)]
 
     def _matrix_words(self) -> Tensor:
         kind = np.dtype(
@@ -122,7 +124,7 @@ class Linked:
             if settings.dtype == "int8":
                 head = head // 2 + 2 * BLOCK_TOKENS
             layers.append(
-                (taken[group], (layer.heads, layer.key_size, layer.value_size, units, padded, group))
+                (taken[group], (layer.heads, layer.key_size, layer.value_size, units, padded, group, head))
             )
             taken[group] += layer.heads * head
         pools = [_pool(blocks * block) for blocks, block in zip(settings.blocks, taken, strict=True)]

@@ -195,13 +195,22 @@ def check_rows(format: Format) -> None:
 
 
 def check_same_row(format: Format, counts: tuple[int, ...]) -> None:
-    """A row's bits do not depend on how many others there are."""
+    """A row's bits do not depend on how many others there are, nor on what they hold."""
     made = make(format, 37, 600, seed=5)
     x = torch.randn(max(counts), 600)
-    alone = torch.cat([linear(row[None], made.panels) for row in x])
-    for M in counts:
-        if not torch.equal(linear(x[:M], made.panels), alone[:M]):
-            raise AssertionError(f"{format}: rows among {M} have other bits than alone")
+    # Blocks of numbers at the ends of the range, in some rows whole and in others in part.
+    for special in (None, 0.0, 1e-45, 1e-37, 1e30, float("inf"), float("nan")):
+        if special is not None:
+            x[1::3, 64:200] = special
+            x[2::3, 599] = special
+        alone = torch.cat([linear(row[None], made.panels) for row in x])
+        for M in counts:
+            together = linear(x[:M], made.panels)
+            # Which NaN it is does not matter.
+            if not torch.equal(together.isnan(), alone[:M].isnan()) or not torch.equal(
+                together.nan_to_num(), alone[:M].nan_to_num()
+            ):
+                raise AssertionError(f"{format}: rows among {M} have other bits than alone, {special}")
 
 
 def check_threads(format: Format, M: int) -> None:

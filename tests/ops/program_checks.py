@@ -23,7 +23,7 @@ from hasten.serve.weights import Weight
 
 VOCABULARY, HIDDEN, INNER, CONTEXT = 37, 44, 50, 128
 # Heads, KV heads, size of a key and of a value, dims that turn.
-SHAPES = ((6, 2, 10, 10, 6), (3, 3, 8, 20, 8), (4, 1, 16, 16, 16))
+SHAPES = ((6, 2, 10, 10, 6), (3, 3, 8, 20, 8), (4, 1, 16, 16, 16), (2, 1, 9, 7, 4))
 EXACT, NARROW = 3e-5, 5e-2
 
 
@@ -88,9 +88,10 @@ class Builder:
             ints=(odd,), floats=(1e-5, 0.0 if odd else 1.0),
         )  # fmt: skip
         q, k = self.linear(normed, heads * D, HIDDEN), self.linear(normed, kv * D, HIDDEN, bias=True)
-        # The values come as a part of a wider product, one head after another with a gap.
-        wide = self.linear(normed, kv * (Dv + 3), HIDDEN)
-        v = Ref("root", wide.index, 2, Dv + 3, 1)
+        # The values come as a part of a wider product, one head after another with a gap, or every other one.
+        step = 2 if self.seed % 3 == 2 else 1
+        wide = self.linear(normed, kv * (step * Dv + 3), HIDDEN)
+        v = Ref("root", wide.index, 2, step * Dv + 3, step)
         cos, sin = self.table(turned), self.table(turned)
         turned_q, turned_k = self.root(heads * D), self.root(kv * D)
         for source, to, count in ((q, turned_q, heads), (k, turned_k, kv)):

@@ -40,7 +40,7 @@ inline VH narrow_fast(VF v) {
 }
 #endif
 
-// With `FETCH` the words of `next` that lie as those of B are brought into the second-level cache, one line
+// With `FETCH` the words of `next` that lie as those of B are brought into the first-level cache, one line
 // for each that is read: a burst of fetches would fill the core's few slots for misses and stop it.
 template <class Unit, int MR, int NV, bool FETCH = false>
 HASTEN_BF16_TARGET inline __attribute__((always_inline)) void gemm_block(int64_t K, const uint32_t* A,
@@ -55,7 +55,7 @@ HASTEN_BF16_TARGET inline __attribute__((always_inline)) void gemm_block(int64_t
         VU b[NV];
         for (int n = 0; n < NV; n++) {
             std::memcpy(&b[n], B + k * ldb + n * W, sizeof(VU));
-            if (FETCH && (W == 16 || n % 2 == 0)) __builtin_prefetch(next + k * ldb + n * W, 0, 2);
+            if (FETCH && (W == 16 || n % 2 == 0)) __builtin_prefetch(next + k * ldb + n * W);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++)

@@ -4,73 +4,6 @@
 namespace hasten {
 namespace {
 
-// The largest of |x| over a block of floats, as bits: NaN is above infinity, which is above the rest.
-inline uint32_t largest_bits(const float* x) {
-    VI top{};
-    for (int64_t i = 0; i < BLOCK; i += W) {
-        const VI bits = (VI)((VU)load(x + i) & 0x7fffffffu);
-        top = bits > top ? bits : top;
-    }
-#if defined(__AVX512F__)
-    return uint32_t(_mm512_reduce_max_epi32((__m512i)top));
-#else
-    int32_t largest = 0;
-    for (int i = 0; i < W; i++) largest = std::max(largest, top[i]);
-    return uint32_t(largest);
-#endif
-}
-
-// Stores W integers as bytes and returns their sum.
-inline int32_t narrow_bytes(VI v, int8_t* to) {
-#if defined(__AVX512F__)
-    const __m128i narrow = _mm512_cvtepi32_epi8((__m512i)v);
-    std::memcpy(to, &narrow, W);
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
-    int32_t sum = 0;
-    for (int i = 0; i < W; i++) {
-        to[i] = int8_t(v[i]);
-        sum += v[i];
-    }
-    return sum;
-#endif
-}
-
-// A block of 32 floats as int8 with one scale; words `width` apart. The scale of a block that holds a number
-// that is not finite is NaN, and all sums that read it are.
-inline void write_block(const float* x, uint32_t* to, int64_t width) {
-    const uint32_t bits = largest_bits(x);
-    const float largest = float_at(&bits);
-    const bool finite = bits < 0x7f800000u;
-    // Below, 127 / largest would be infinite.
-    const float inverse = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
-    const float scale = finite ? inverse > 0 ? largest / 127.0f : 0.0f : __builtin_nanf("");
-    int8_t bytes[BLOCK] = {};
-    int32_t low = 0, high = 0;
-    if (finite) {
-        for (int64_t i = 0; i < BLOCK; i += W) {
-            // 1.5 * 2^23: adding it rounds to the nearest integer, whose bits are then the lowest.
-            const VI rounded = (VI)(load(x + i) * inverse + 12582912.0f) - 0x4b400000;
-            (i < BLOCK / 2 ? low : high) += narrow_bytes(rounded, bytes + i);
-        }
-    }
-    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to + u * width, bytes + 4 * u, 4);
-    const float numbers[4] = {scale, scale * float(low + high), scale * float(low), scale * float(high)};
-    for (int64_t i = 0; i < 4; i++) std::memcpy(to + (BLOCK / 4 + i) * width, numbers + i, 4);
-}
-
-void write_bytes(const float* x, int64_t K, uint32_t* to, int64_t width) {
-    for (int64_t k = 0; k < K; k += BLOCK, to += BLOCK_WORDS * width) {
-        if (K - k >= BLOCK) {
-            write_block(x + k, to, width);
-            continue;
-        }
-        float block[BLOCK] = {};
-        std::memcpy(block, x + k, size_t(K - k) * 4);
-        write_block(block, to, width);
-    }
-}
-
 // `words` words, zeros behind the end.
 void write_floats(const float* x, int64_t K, int64_t words, uint32_t* to, int64_t width) {
     for (int64_t k = 0; k < std::min(K, words); k++) std::memcpy(to + k * width, x + k, 4);
@@ -135,11 +68,16 @@ void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
     uint32_t* to = (uint32_t*)p.prepared;
     for (int64_t r = first; r < end; r++) {
         const Tile tile(p.M, r / TILE);
+        const float* x = p.x + r * p.x_row;
         uint32_t* row = to + tile.first * words + (r - tile.first);
-        if (form == PanelForm::bytes)
-            write_bytes(p.x + r * p.x_row, K, row, tile.width);
-        else
-            write_units(pairs, p.x + r * p.x_row, K, words, row, tile.width);
+        if (form != PanelForm::bytes) {
+            write_units(pairs, x, K, words, row, tile.width);
+        } else if (r % TILE == 0 && r + TILE <= end) {
+            quantise_tile(x, p.x_row, K, row);
+            r += TILE - 1;
+        } else {
+            quantise_row(x, K, row, tile.width);
+        }
     }
     if (end == p.M) {  // rows that only fill the last tile
         const Tile tile(p.M, tiles_of(p.M) - 1);

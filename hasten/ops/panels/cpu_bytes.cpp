@@ -82,16 +82,29 @@ struct BytesPlain {
 };
 #endif
 
+// v, which the compiler would else load again for each of its units.
+template <int UNITS>
+inline VU in_register(VU v) {
+    return UNITS > 1 ? (VU)apart((VF)v) : v;
+}
+
 template <class Bytes, int BITS, int U, int MR>
-HASTEN_VNNI_TARGET inline
-    __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a, const uint8_t* b,
-                                                  const uint32_t* x, const uint32_t* scales,
-                                                  const uint32_t* sums, VF scale, VF minimum) {
+HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a,
+                                                                        const uint8_t* b, const uint32_t* x,
+                                                                        const uint32_t* scales,
+                                                                        const uint32_t* sums, VF scale,
+                                                                        VF minimum) {
     VI sum[MR];
     for (int m = 0; m < MR; m++) sum[m] = VI{};
+    using C = Codes<BITS, U>;
+    VU first{}, second{};
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
-        const VU q = Codes<BITS, U>::unit(a, b, u);
+        // Loaded once for all of their units: there are no more loads to spare than multiplications.
+        if (u % C::first_units == 0) first = in_register<C::first_units>(C::first(a, u));
+        if (C::second_bits && u % C::second_units == 0)
+            second = in_register<C::second_units>(C::second(b, u));
+        const VU q = C::unit(first, second, u);
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) sum[m] = Bytes::template add<BITS>(sum[m], q, x + u * MR + m);
     }
@@ -110,31 +123,37 @@ template <class Bytes, int BITS, int U, int MR>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
+    // Unrolled, so that they are registers from the beginning to the end; and one loop, not groups and
+    // blocks, since short loops are left late.
     VF y[MR];
-    for (int i = 0; i < MR; i++) y[i] = VF{};
-    const uint8_t* group = groups.panel(m, panel);
-    int64_t left = ceil_div(m.K, 4 * U);
-    int half = 0;
-    for (; left > 0; left -= groups.blocks, group += groups.bytes) {
-        const VF scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
-        const uint8_t *a = groups.a(group, part), *b = a + groups.b_at;
-        const int64_t blocks = std::min(left, groups.blocks);
-        __builtin_prefetch(group + AHEAD);
-        for (int64_t i = 0; i < blocks; i++, a += C::a_step, b += C::b_step) {
 #pragma GCC unroll 8
-            for (int64_t at = 0; at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
-            if constexpr (C::b_step > 0) __builtin_prefetch(b + AHEAD);
-            if constexpr (U == 8) {
-                add_block<Bytes, BITS, U, MR>(y, a, b, x, x + 8 * MR, x + 9 * MR, scale, minimum);
-                x += BLOCK_WORDS * MR;
-            } else {
-                add_block<Bytes, BITS, U, MR>(y, a, b, x + half * 4 * MR, x + 8 * MR, x + (10 + half) * MR,
-                                              scale, minimum);
-                x += half * BLOCK_WORDS * MR;
-                half ^= 1;
-            }
+    for (int i = 0; i < MR; i++) y[i] = VF{};
+    const uint8_t *group = groups.panel(m, panel), *a = group, *b = group;
+    VF scale{}, minimum{};
+    int64_t block = 0;  // of the group
+    int half = 0;
+    for (int64_t left = ceil_div(m.K, 4 * U); left > 0; left--) {
+        if (block == 0) {
+            scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
+            a = groups.a(group, part), b = a + groups.b_at;
+            __builtin_prefetch(group + AHEAD);
         }
+#pragma GCC unroll 8
+        for (int64_t at = 0; at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
+        if constexpr (C::b_step > 0) __builtin_prefetch(b + AHEAD);
+        if constexpr (U == 8) {
+            add_block<Bytes, BITS, U, MR>(y, a, b, x, x + 8 * MR, x + 9 * MR, scale, minimum);
+            x += BLOCK_WORDS * MR;
+        } else {
+            add_block<Bytes, BITS, U, MR>(y, a, b, x + half * 4 * MR, x + 8 * MR, x + (10 + half) * MR, scale,
+                                          minimum);
+            x += half * BLOCK_WORDS * MR;
+            half ^= 1;
+        }
+        a += C::a_step, b += C::b_step;
+        if (++block == groups.blocks) block = 0, group += groups.bytes;
     }
+#pragma GCC unroll 8
     for (int i = 0; i < MR; i++) store(out + i * W, y[i]);
 }
 

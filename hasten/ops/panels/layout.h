@@ -134,26 +134,33 @@ struct Codes {
     static constexpr int second_bits = BITS - first_bits;
     static constexpr int64_t a_step = 8 * U * first_bits, b_step = 8 * U * second_bits;
 
-    // The codes of k = 4u .. 4u + 3, one in each byte of a lane.
-    static inline VU unit(const uint8_t* a, const uint8_t* b, int u) {
-        VU q = field<first_bits>(a, u);
+    // How many units of four values a vector of a plane holds.
+    static constexpr int first_units = 8 / first_bits, second_units = second_bits ? 8 / second_bits : U;
+    static inline VU first(const uint8_t* a, int u) { return load_words(a + u / first_units * 64); }
+    static inline VU second(const uint8_t* b, int u) {
+        return second_bits ? load_words(b + u / second_units * 64) : VU{};
+    }
+
+    // The codes of k = 4u .. 4u + 3, one in each byte of a lane, from what the planes hold there.
+    static inline VU unit(VU first, VU second, int u) {
+        VU q = field<first_bits>(first, u);
         if constexpr (second_bits == 1) {
             constexpr uint32_t mask = 0x01010101u << first_bits;
-            const VU v = load_words(b);
-            q |= (u > first_bits ? v >> (u - first_bits) : v << (first_bits - u)) & mask;
+            q |= (u > first_bits ? second >> (u - first_bits) : second << (first_bits - u)) & mask;
         } else if constexpr (second_bits == 2) {
-            q |= field<2>(b, u) << first_bits;
+            q |= field<2>(second, u) << first_bits;
         }
         return q;
     }
+    static inline VU unit(const uint8_t* a, const uint8_t* b, int u) {
+        return unit(first(a, u), second(b, u), u);
+    }
 
     template <int bits>
-    static inline VU field(const uint8_t* plane, int u) {
-        constexpr int per_byte = 8 / bits;
-        const VU v = load_words(plane + u / per_byte * 64);
+    static inline VU field(VU v, int u) {
         if constexpr (bits == 8) return v;
         constexpr uint32_t mask = 0x01010101u * ((1 << bits) - 1);
-        return (v >> (u % per_byte * bits)) & mask;
+        return (v >> (u % (8 / bits) * bits)) & mask;
     }
 };
 
@@ -180,17 +187,11 @@ struct Groups {
     const uint8_t* a(const uint8_t* group, int64_t part) const { return group + header + part * 4 * W; }
 };
 
-inline VF activated(int32_t kind, VF v) {
-    VF y = v;
-    with_kind(Kind(kind), [&](auto k) { y = decltype(k)::of(v).value; });
-    return y;
-}
-
-// Columns [column, column + W) of rows [row, row + rows): from sums over k to y. Sums of a row lie `stride`
-// floats apart; `ups` is null without a factor.
-template <class Lanes>
-inline void finish_lanes(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
-                         const float* ups, int64_t stride, Lanes lanes) {
+// Columns [column, column + W) of rows [row, row + rows): from sums over k to y, through the activation `of`.
+// Sums of a row lie `stride` floats apart; `ups` is null without a factor.
+template <class Lanes, class F>
+inline void finish_rows(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
+                        const float* ups, int64_t stride, Lanes lanes, const F& of) {
     auto bias_of = [&](const Matrix& m) { return m.bias ? get(m.bias + column, lanes) : VF{}; };
     auto unit_of = [](const Matrix& m) { return m.format == Panel::quantised ? m.unit : 1.0f; };
     const VF bias = bias_of(p.matrix), up_bias = ups ? bias_of(*p.up) : VF{};
@@ -198,13 +199,23 @@ inline void finish_lanes(const PanelProduct& p, int64_t column, int64_t row, int
     float* y = p.y + row * p.y_row + column;
     const float* residual = p.residual ? p.residual + row * p.residual_row + column : nullptr;
     for (int64_t r = 0; r < rows; r++) {
-        VF v = load(sums + r * stride) * unit + bias;
-        if (p.kind != NO_ACTIVATION) v = activated(p.kind, v);
+        VF v = of(load(sums + r * stride) * unit + bias);
         if (ups) v = v * (load(ups + r * stride) * up_unit + up_bias);
         v = v * p.scale;
         if (residual) v = v + get(residual + r * p.residual_row, lanes);
         put(y + r * p.y_row, v, lanes);
     }
+}
+
+// The kind is chosen once for all rows.
+template <class Lanes>
+inline void finish_lanes(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
+                         const float* ups, int64_t stride, Lanes lanes) {
+    const auto with = [&](const auto& of) {
+        finish_rows(p, column, row, rows, sums, ups, stride, lanes, of);
+    };
+    if (p.kind == NO_ACTIVATION) return with([](VF v) { return v; });
+    with_kind(Kind(p.kind), [&](auto k) { with([](VF v) { return decltype(k)::of(v).value; }); });
 }
 
 inline void finish(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
@@ -222,6 +233,10 @@ inline void finish(const PanelProduct& p, int64_t column, int64_t row, int64_t r
 using FewSumsOf = void (*)(const Matrix&, int64_t panel, int64_t part, const uint32_t* x, float* out);
 FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni);
 FewSumsOf dense_sums(const Matrix& m, int64_t width, bool bf16);
+
+// K values of one row, words `width` apart; TILE rows, x_row floats apart.
+void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width);
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to);
 
 void many_rows(const PanelProduct& p, int64_t first_panel, int64_t panels, void* scratch);
 int64_t many_rows_scratch(const PanelProduct& p);

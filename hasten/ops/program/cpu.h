@@ -58,11 +58,12 @@ struct Instruction {
 enum class Cache : int64_t { floats, bf16, bytes };
 
 // Where the keys and values of one layer lie: a block holds for each KV head K [D units, 32] and V
-// [32 / per_unit units, Dv padded], a unit being a pair of bf16 or one float. Bytes lie as bf16 would, with a
-// scale for each token and head behind them; see Bytes in cpu_attention.cpp. `block_units` are of four bytes.
+// [32 / per_unit units, Dv padded], a unit being a pair of bf16 or one float. Bytes lie as bf16 would, with
+// two scales for each token behind them; see Bytes in cpu_attention.cpp. Blocks lie `block_units` apart,
+// heads `head_units`, of four bytes.
 struct CacheLayer {
     uint32_t* base;
-    int64_t block_units, heads, D, Dv, d_units, dv_pad, group;
+    int64_t block_units, heads, D, Dv, d_units, dv_pad, group, head_units;
 };
 
 struct Step {

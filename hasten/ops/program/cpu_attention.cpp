@@ -1,4 +1,4 @@
-// Attention over the paged cache: writing keys and values, and tiles of queries over blocks of keys.
+// Attention over the paged cache: tiles of queries over blocks of keys.
 //
 // The query heads of a KV head are folded together: row g * tokens + t of a tile is the t-th token's query of
 // head h * G + g. Products read the cache as it lies: K [D units, 32] and V [units of tokens, Dv].
@@ -6,65 +6,13 @@
 #include <cmath>
 #include <type_traits>
 
-#include "../_cpu/gemm.h"
 #include "../_cpu/rows.h"
-#include "cpu.h"
+#include "cache.h"
+#include "scores.h"
+#include "softmax.h"
 
 namespace hasten {
 namespace {
-
-constexpr float LOG2E = 1.44269504088896341f;
-constexpr int64_t T = BLOCK_TOKENS;
-
-// Pairs of bf16 where the processor has no products of them.
-struct WidenedBF16 {
-    static constexpr int per_unit = 2;
-    static inline VF multiply_add(VF acc, const uint32_t* a, VU b) {
-        const VU pair = *a - VU{};
-        acc = acc + (VF)(pair << 16) * (VF)(b << 16);
-        return acc + (VF)(pair & 0xffff0000u) * (VF)(b & 0xffff0000u);
-    }
-};
-
-inline const float* row_of(const Operand& o, int64_t row, int64_t head) {
-    return o.base + row * o.row_stride + head * o.s0;
-}
-
-inline uint32_t* block_of(const CacheLayer& c, const Step& s, int64_t sequence, int64_t index) {
-    return c.base + s.tables[c.group][sequence * s.table_width[c.group] + index] * c.block_units;
-}
-
-// The parts of a block of bytes that belong to one KV head: K as pairs [D / 2, 32], V as pairs of tokens
-// [16, Dv padded], and one scale for each token.
-struct Bytes {
-    int8_t *k, *v;
-    float *k_scale, *v_scale;
-    Bytes(const CacheLayer& c, uint32_t* block, int64_t h) {
-        const int64_t k_bytes = 2 * c.d_units * T, v_bytes = T * c.dv_pad;
-        k = (int8_t*)block + h * k_bytes;
-        v = (int8_t*)block + c.heads * k_bytes + h * v_bytes;
-        k_scale = (float*)((int8_t*)block + c.heads * (k_bytes + v_bytes)) + h * 2 * T;
-        v_scale = k_scale + T;
-    }
-};
-
-// n values as bytes and the scale that they are multiplied by. Value d goes to `to` + d / 2 * pair + d % 2,
-// or with `single` to `to` + d * pair.
-inline float put_bytes(const float* x, int64_t stride, int64_t n, int8_t* to, int64_t pair,
-                       bool single = false) {
-    float most = 0;
-    for (int64_t d = 0; d < n; d++) {
-        const float size = std::abs(x[d * stride]);
-        most = size > most || size != size ? size : most;
-    }
-    const float scale = most / 127, inverse = scale > 0 ? 1 / scale : 0;
-    for (int64_t d = 0; d < n; d++) {
-        const float v = x[d * stride] * inverse;
-        const int8_t byte = v != v || std::abs(v) > 127.5f ? 0 : int8_t(std::lrint(v));
-        to[single ? d * pair : d / 2 * pair + d % 2] = byte;
-    }
-    return scale;
-}
 
 // Bytes as bf16, exactly; `n` a multiple of 32.
 template <class Unit>
@@ -90,42 +38,6 @@ HASTEN_BF16_TARGET inline void widen_bytes<PairBF16>(const int8_t* from, uint32_
     }
 }
 #endif
-
-void store(const Program& p, const Step& s, const Instruction& in, int64_t row) {
-    const CacheLayer& c = p.layers[in.i[0]];
-    const int64_t position = s.positions[row], place = position % T;
-    uint32_t* block = block_of(c, s, s.sequence_of[row], position / T);
-    for (int64_t h = 0; h < c.heads; h++) {
-        const float *k = row_of(in.a, row, h), *v = row_of(in.b, row, h);
-        uint32_t *K = block + h * c.d_units * T, *V = block + c.heads * c.d_units * T;
-        if (p.cache == Cache::bytes) {
-            const Bytes b(c, block, h);
-            b.k_scale[place] = put_bytes(k, in.a.s1, c.D, b.k + 2 * place, 2 * T);
-            b.v_scale[place] = put_bytes(v, in.b.s1, c.Dv, b.v + place / 2 * 2 * c.dv_pad + place % 2, 2, 1);
-        } else if (p.cache == Cache::bf16) {
-            for (int64_t d = 0; d < c.D; d++) {
-                const uint16_t bits = narrow_scalar_bf16(k[d * in.a.s1]).bits;
-                std::memcpy((uint16_t*)(K + d / 2 * T + place) + d % 2, &bits, 2);
-            }
-            V += h * (T / 2) * c.dv_pad + place / 2 * c.dv_pad;
-            // The other half of the pair may hold what another sequence left: zero, unless this step writes
-            // it.
-            const bool alone =
-                place % 2 == 0 && !(row + 1 < s.rows && s.sequence_of[row + 1] == s.sequence_of[row]);
-            for (int64_t d = 0; d < c.Dv; d++) {
-                const uint16_t bits = narrow_scalar_bf16(v[d * in.b.s1]).bits;
-                if (alone)
-                    V[d] = bits;
-                else
-                    std::memcpy((uint16_t*)(V + d) + place % 2, &bits, 2);
-            }
-        } else {
-            for (int64_t d = 0; d < c.D; d++) std::memcpy(K + d * T + place, k + d * in.a.s1, 4);
-            V += h * T * c.dv_pad + place * c.dv_pad;
-            for (int64_t d = 0; d < c.Dv; d++) std::memcpy(V + d, v + d * in.b.s1, 4);
-        }
-    }
-}
 
 // Brings bytes into the second-level cache.
 inline void fetch(const int8_t* p, int64_t bytes) {
@@ -159,40 +71,55 @@ struct Tile {
     }
 };
 
-inline void write_result(const Instruction& in, const Step& s, const Tile& t, const CacheLayer& c, int64_t m,
-                         const float* o, float largest, float total) {
-    const int64_t h = t.head * (in.n0 / c.heads) + m / t.tokens, row = t.first + m % t.tokens;
-    float share = 1;
-    if (in.b.base) {  // a sink takes probability and has no value
-        const float sink = in.b.base[h], peak = std::max(largest, sink);
-        share = largest == -INF ? 0.0f : std::exp(largest - peak);
-        total = total * share + std::exp(sink - peak);
-    }
-    const float scale = total == 0 ? 0.0f : share / total;
-    float* out = in.dst.base + row * in.dst.row_stride + h * in.dst.s0;
-    each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(o + d, lanes) * scale, lanes); });
+// f(m, row, head) for the rows of a tile, without a division for each.
+template <class F>
+inline void each_row(const Tile& t, int64_t group, const F& f) {
+    int64_t m = 0;
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < t.tokens; i++) f(m++, t.first + i, t.head * group + g);
 }
 
-// Adds a part's sums to those of the parts before it. One function for all who join parts, so that the
-// compiler rounds alike and a row's bits depend on its keys alone.
-__attribute__((noinline)) void fold(float* o, float& largest, float& total, const float* part,
-                                    float part_largest, float part_total, int64_t n) {
-    const float peak = largest > part_largest || largest != largest ? largest : part_largest;
-    if (peak == -INF) return;
-    const float before = largest == -INF ? 0.0f : std::exp(largest - peak);
-    const float now = part_largest == -INF ? 0.0f : std::exp(part_largest - peak);
-    total = total * before + part_total * now;
-    for (int64_t d = 0; d < n; d += W) hasten::store(o + d, load(o + d) * before + load(part + d) * now);
-    largest = peak;
+void write_results(const Instruction& in, const Tile& t, const CacheLayer& c, const float* o,
+                   const float* largest, const float* totals) {
+    each_row(t, in.n0 / c.heads, [&](int64_t m, int64_t row, int64_t h) {
+        float share = 1, total = totals[m];
+        if (in.b.base) {  // a sink takes probability and has no value
+            const float sink = in.b.base[h] * LOG2E, peak = std::max(largest[m], sink);
+            share = largest[m] == -INF ? 0.0f : std::exp2(largest[m] - peak);
+            total = total * share + std::exp2(sink - peak);
+        }
+        const float scale = total == 0 ? 0.0f : share / total;
+        const float* from = o + m * c.dv_pad;
+        float* out = in.dst.base + row * in.dst.row_stride + h * in.dst.s0;
+        each_vector(c.Dv, [&](int64_t d, auto lanes) { put(out + d, get(from + d, lanes) * scale, lanes); });
+    });
+}
+
+// Adds a part's sums [M, width] to those of the parts before it. One function for all who join parts, so that
+// the compiler rounds alike and a row's bits depend on its keys alone. Numbers of rows have W places more.
+__attribute__((noinline)) void fold(int64_t M, int64_t width, float* o, float* largest, float* total,
+                                    const float* part, const float* part_largest, const float* part_total) {
+    for (int64_t m0 = 0; m0 < M; m0 += W) {
+        const VF was = load(largest + m0), is = load(part_largest + m0);
+        const VF peak = (was > is) | (was != was) ? was : is;
+        const VF before = was == splat(-INF) ? VF{} : exp2_of(was - peak);
+        const VF now = is == splat(-INF) ? VF{} : exp2_of(is - peak);
+        hasten::store(total + m0, load(total + m0) * before + load(part_total + m0) * now);
+        hasten::store(largest + m0, peak);
+        alignas(64) float a[W], b[W];
+        hasten::store(a, before);
+        hasten::store(b, now);
+        for (int64_t i = 0; i < std::min<int64_t>(W, M - m0); i++)
+            for (int64_t d = (m0 + i) * width; d < (m0 + i + 1) * width; d += W)
+                hasten::store(o + d, load(o + d) * a[i] + load(part + d) * b[i]);
+    }
 }
 
 template <class Unit, bool BYTES>
 HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, const Tile& t,
                                const Tile& after, char* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
-    const float scale = float(in.f[0]), softcap = float(in.f[1]);
-    const float* slopes = in.c.base;
-    const int64_t window = in.i[3], group = in.n0 / c.heads;
+    const int64_t group = in.n0 / c.heads;
     constexpr int64_t P_UNITS = T / Unit::per_unit;
     auto take = [&memory](int64_t floats) {
         float* at = (float*)memory;
@@ -200,15 +127,18 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         return at;
     };
     uint32_t* q = (uint32_t*)take(t.M * c.d_units);
-    float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad), *largest = take(t.M), *total = take(t.M);
+    float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad);
+    float *largest = take(t.M + W), *total = take(t.M + W), *slopes = take(in.c.base ? t.M : 0);
+    int32_t* positions = (int32_t*)take(t.M);
     uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
-    uint32_t* widened = (uint32_t*)take(BYTES ? std::max(c.d_units * T, P_UNITS * c.dv_pad) : 0);
+    uint32_t* widened = (uint32_t*)take(BYTES ? std::max(2 * c.d_units * T, P_UNITS * c.dv_pad) : 0);
     float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
     const int64_t first_part = t.begin / PART_BLOCKS,
                   parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - first_part : 0;
-    float *sum_o = take(parts > 1 ? t.M * c.dv_pad : 0), *sum_largest = take(t.M), *sum_total = take(t.M);
-    for (int64_t m = 0; m < t.M; m++) {
-        const float* x = row_of(in.a, t.first + m % t.tokens, t.head * group + m / t.tokens);
+    float *sum_o = take(parts > 1 ? t.M * c.dv_pad : 0), *sum_largest = take(t.M + W),
+          *sum_total = take(t.M + W);
+    each_row(t, group, [&](int64_t m, int64_t row, int64_t h) {
+        const float* x = row_of(in.a, row, h);
         uint32_t* to = q + m * c.d_units;
         if (Unit::per_unit == 1) {
             std::memcpy(to, x, size_t(c.D) * 4);
@@ -216,12 +146,23 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
             to[c.d_units - 1] = 0;
             each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
         }
-        sum_largest[m] = largest[m] = -INF;
-        sum_total[m] = total[m] = 0;
-    }
+        positions[m] = s.positions[row];
+        if (in.c.base) slopes[m] = in.c.base[h];
+    });
+    const auto nothing = [&](float* of_largest, float* of_total) {
+        std::fill_n(of_largest, t.M, -INF);
+        std::fill_n(of_total, t.M, 0.0f);
+    };
+    nothing(largest, total);
+    nothing(sum_largest, sum_total);
+    Rows rows{};
+    rows.M = t.M, rows.o_width = c.dv_pad, rows.window = in.i[3];
+    rows.scores = scores, rows.weights = weights, rows.o = o, rows.largest = largest, rows.total = total;
+    rows.positions = positions, rows.slopes = in.c.base ? slopes : nullptr;
+    rows.k_scales = k_scales, rows.v_scales = v_scales;
+    rows.scale = float(in.f[0]), rows.softcap = float(in.f[1]);
     std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
     if (parts > 1) std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
-    const VI lane = lane_numbers();
     // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or one of the first
     // of the tile that this thread works on next.
     struct Next {
@@ -238,80 +179,42 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
     // begin at the same keys for every row, whatever its window and whatever shares its tile.
     for (int64_t b = t.begin / 2 * 2; b < t.end; b += 2) {
         const int64_t low = b < t.begin ? 1 : 0, pair = std::min<int64_t>(2, t.end - b);
+        const bool both = TWO_BLOCKS && low == 0 && pair == 2;
+        const uint32_t *keys[2] = {}, *ahead[2] = {};
         for (int64_t i = low; i < pair; i++) {
             uint32_t* block = block_of(c, s, t.sequence, b + i);
-            const uint32_t* K = block + t.head * c.d_units * T;
+            keys[i] = Head(c, block, t.head).k;
+            const Next next = following(b + i, i);
             if constexpr (BYTES) {
                 const Bytes bytes(c, block, t.head);
-                widen_bytes<Unit>(bytes.k, widened, 2 * c.d_units * T);
+                widen_bytes<Unit>(bytes.k, widened + i * c.d_units * T, 2 * c.d_units * T);
+                keys[i] = widened + i * c.d_units * T;
                 std::memcpy(k_scales + i * T, bytes.k_scale, T * 4);
                 std::memcpy(v_scales + i * T, bytes.v_scale, T * 4);
-                K = widened;
-            }
-            const Next next = following(b + i, i);
-            if (BYTES || !next.block) {
                 if (next.block) fetch(Bytes(c, next.block, next.head).k, 2 * c.d_units * T);
-                gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false);
-            } else {
-                gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, K, T, scores + i * T, 2 * T, false,
-                                 next.block + next.head * c.d_units * T);
+            } else if (next.block) {
+                ahead[i] = Head(c, next.block, next.head).k;
             }
+            if (both) continue;
+            if (ahead[i])
+                gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, keys[i], T, scores + i * T, 2 * T, false,
+                                 ahead[i]);
+            else
+                gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, keys[i], T, scores + i * T, 2 * T, false);
         }
-        const int64_t keys = pair * T;
-        for (int64_t m = 0; m < t.M; m++) {
-            float* x = scores + m * 2 * T;
-            const int32_t position = s.positions[t.first + m % t.tokens];
-            const int32_t seen = position - int32_t(b * T);  // the last visible place
-            const int32_t oldest = window ? seen - int32_t(window) + 1 : INT32_MIN;
-            const bool edge = seen < keys - 1 || oldest > 0;
-            const float slope = slopes ? slopes[t.head * group + m / t.tokens] : 0;
-            VF top = splat(-INF);
-            for (int64_t j = low * T; j < keys; j += W) {
-                VF v = load(x + j) * scale;
-                if (BYTES) v = v * load(k_scales + j);
-                if (softcap != 0) v = tanh_of(v / softcap) * softcap;
-                const VI at = lane + int32_t(j);
-                if (slopes) v = v + __builtin_convertvector(at - seen, VF) * slope;
-                if (edge) v = ((at <= seen) & (at >= oldest)) ? v : splat(-INF);
-                store(x + j, v);
-                top = ((v > top) | (v != v)) ? v : top;
-            }
-            const float highest = max_or_nan(top);
-            const float peak = largest[m] > highest || largest[m] != largest[m] ? largest[m] : highest;
-            uint32_t* w = weights + m * 2 * P_UNITS;
-            if (peak == -INF) {
-                std::memset(w, 0, 2 * P_UNITS * 4);
-                continue;
-            }
-            if (peak != largest[m]) {
-                const float factor = largest[m] == -INF ? 0.0f : std::exp(largest[m] - peak);
-                total[m] *= factor;
-                float* row = o + m * c.dv_pad;
-                for (int64_t d = 0; d < c.dv_pad; d += W) hasten::store(row + d, load(row + d) * factor);
-                largest[m] = peak;
-            }
-            VF added{};
-            for (int64_t j = low * T; j < keys; j += W) {
-                const VF e = exp2_of((load(x + j) - peak) * LOG2E);
-                added = added + e;
-                // A place that is not visible has no scale of its own.
-                VF weight = e;
-                if (BYTES) weight = e > VF{} ? e * load(v_scales + j) : VF{};
-                if constexpr (Unit::per_unit == 1)
-                    hasten::store((float*)w + j, weight);
-                else if constexpr (std::is_same_v<Unit, WidenedBF16>)
-                    store_half((uint16_t*)w + j, narrow_bf16(weight));
-                else
-                    store_half((uint16_t*)w + j, narrow_fast(weight));
-            }
-            total[m] += sum(added);
-        }
+        if (both)
+            scores_of_two<Unit>(t.M, c.d_units, q, keys, scores, ahead[0] && ahead[1] ? ahead : nullptr);
+        rows.from = low * T, rows.keys = pair * T, rows.first_key = b * T;
+        if (rows.keys - rows.from == 2 * T)
+            online_softmax<Unit, BYTES, true>(rows);
+        else
+            online_softmax<Unit, BYTES, false>(rows);
         for (int64_t i = low; i < pair; i++) {
             // Values behind the last visible one are not read: they may be another sequence's.
             const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
             const int64_t used = (std::min<int64_t>(T, behind) + Unit::per_unit - 1) / Unit::per_unit;
             uint32_t* block = block_of(c, s, t.sequence, b + i);
-            const uint32_t* V = block + c.heads * c.d_units * T + t.head * P_UNITS * c.dv_pad;
+            const uint32_t* V = Head(c, block, t.head).v;
             if constexpr (BYTES) {
                 widen_bytes<Unit>(Bytes(c, block, t.head).v, widened, T * c.dv_pad);
                 V = widened;
@@ -322,18 +225,14 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
                 gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
                            c.dv_pad, true);
             } else {
-                const uint32_t* ahead = next.block + c.heads * c.d_units * T + next.head * P_UNITS * c.dv_pad;
+                const uint32_t* ahead = Head(c, next.block, next.head).v;
                 gemm<Unit, true>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
                                  c.dv_pad, true, ahead);
             }
         }
         if (parts > 1 && ((b + 2) % PART_BLOCKS == 0 || b + 2 >= t.end)) {
-            for (int64_t m = 0; m < t.M; m++) {
-                fold(sum_o + m * c.dv_pad, sum_largest[m], sum_total[m], o + m * c.dv_pad, largest[m],
-                     total[m], c.dv_pad);
-                largest[m] = -INF;
-                total[m] = 0;
-            }
+            fold(t.M, c.dv_pad, sum_o, sum_largest, sum_total, o, largest, total);
+            nothing(largest, total);
             std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
         }
     }
@@ -342,34 +241,30 @@ HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instructio
         largest = sum_largest;
         total = sum_total;
     }
-    for (int64_t m = 0; m < t.M; m++) {
-        if (s.parts == 1) {
-            write_result(in, s, t, c, m, o + m * c.dv_pad, largest[m], total[m]);
-            continue;
-        }
-        float* to = p.partial + (t.index * s.tile_tokens * group + m) * (c.dv_pad + 2);
-        std::memcpy(to, o + m * c.dv_pad, size_t(c.dv_pad) * 4);
-        to[c.dv_pad] = largest[m];
-        to[c.dv_pad + 1] = total[m];
-    }
+    if (s.parts == 1) return write_results(in, t, c, o, largest, total);
+    float* to = p.partial + t.index * t.M * (c.dv_pad + 2);
+    std::memcpy(to, o, size_t(t.M * c.dv_pad) * 4);
+    std::memcpy(to + t.M * c.dv_pad, largest, size_t(t.M) * 4);
+    std::memcpy(to + t.M * (c.dv_pad + 1), total, size_t(t.M) * 4);
 }
 
 // Joins the parts of a tile, in order.
-void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit, float* o) {
+void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit, float* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
-    const int64_t group = in.n0 / c.heads, width = c.dv_pad + 2;
     const Tile t(p, s, in, c, unit * s.parts);
-    for (int64_t m = 0; m < t.M; m++) {
-        const float* from = p.partial + (unit * s.parts * s.tile_tokens * group + m) * width;
-        const int64_t stride = s.tile_tokens * group * width;
-        float peak = -INF, total = 0;
-        std::memset(o, 0, size_t(c.dv_pad) * 4);
-        for (int64_t i = 0; i < s.parts; i++) {
-            const float* part = from + i * stride;
-            fold(o, peak, total, part, part[c.dv_pad], part[c.dv_pad + 1], c.dv_pad);
-        }
-        write_result(in, s, t, c, m, o, peak, total);
+    const int64_t M = t.M, sums = M * c.dv_pad;
+    float *o = memory, *largest = o + sums, *total = largest + M + W;
+    float *part_largest = total + M + W, *part_total = part_largest + M + W;
+    std::fill_n(o, sums, 0.0f);
+    std::fill_n(largest, M, -INF);
+    std::fill_n(total, M, 0.0f);
+    for (int64_t i = 0; i < s.parts; i++) {
+        const float* part = p.partial + (t.index + i) * M * (c.dv_pad + 2);
+        std::memcpy(part_largest, part + sums, size_t(M) * 4);
+        std::memcpy(part_total, part + sums + M, size_t(M) * 4);
+        fold(M, c.dv_pad, o, largest, total, part, part_largest, part_total);
     }
+    write_results(in, t, c, o, largest, total);
 }
 
 int64_t units(const Program& p, const Step& s, const Instruction& in) {
@@ -381,17 +276,15 @@ int64_t units(const Program& p, const Step& s, const Instruction& in) {
 
 int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
+    if (in.op == Op::store) return store_floats(c) * 4;
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
-    const int64_t widened = std::max(c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
-    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 4) + widened + c.dv_pad) * 4 + 1024;
+    const int64_t widened = std::max(2 * c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
+    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + 4 * W) * 4 + 1024;
 }
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
          void* scratch) {
-    if (in.op == Op::store) {
-        for (int64_t unit = first; unit < first + count; unit++) store(p, s, in, unit);
-        return;
-    }
+    if (in.op == Op::store) return store_rows(p, s, in, first, count, (float*)scratch);
     if (in.op == Op::merge) {
         for (int64_t unit = first; unit < first + count; unit++) merge(p, s, in, unit, (float*)scratch);
         return;

@@ -1,0 +1,181 @@
+// Rows of x as int8 with one scale for each 32 values, and the sums that minima are multiplied by: a row, or
+// a whole tile at once, to the bit alike.
+#include "layout.h"
+
+namespace hasten {
+namespace {
+
+// 1.5 * 2^23: adding it rounds to the nearest integer, whose bits are then the lowest.
+constexpr float ROUNDING = 12582912.0f;
+constexpr int32_t ROUNDING_BITS = 0x4b400000;
+
+// The largest of |x| over a block of floats, as bits: NaN is above infinity, which is above the rest.
+inline uint32_t largest_bits(const float* x) {
+    VI top{};
+    for (int64_t i = 0; i < BLOCK; i += W) {
+        const VI bits = (VI)((VU)load(x + i) & 0x7fffffffu);
+        top = bits > top ? bits : top;
+    }
+#if defined(__AVX512F__)
+    return uint32_t(_mm512_reduce_max_epi32((__m512i)top));
+#else
+    int32_t largest = 0;
+    for (int i = 0; i < W; i++) largest = std::max(largest, top[i]);
+    return uint32_t(largest);
+#endif
+}
+
+// Stores W integers as bytes and returns their sum.
+inline int32_t narrow_bytes(VI v, int8_t* to) {
+#if defined(__AVX512F__)
+    const __m128i narrow = _mm512_cvtepi32_epi8((__m512i)v);
+    std::memcpy(to, &narrow, W);
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) {
+        to[i] = int8_t(v[i]);
+        sum += v[i];
+    }
+    return sum;
+#endif
+}
+
+// A block of 32 floats as int8 with one scale; words `width` apart. The scale of a block that holds a number
+// that is not finite is NaN, and all sums that read it are.
+inline void write_block(const float* x, uint32_t* to, int64_t width) {
+    const uint32_t bits = largest_bits(x);
+    const float largest = float_at(&bits);
+    const bool finite = bits < 0x7f800000u;
+    // Below, 127 / largest would be infinite.
+    const float inverse = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
+    const float scale = finite ? inverse > 0 ? largest / 127.0f : 0.0f : __builtin_nanf("");
+    int8_t bytes[BLOCK] = {};
+    int32_t low = 0, high = 0;
+    if (finite) {
+        for (int64_t i = 0; i < BLOCK; i += W) {
+            const VI rounded = (VI)(load(x + i) * inverse + ROUNDING) - ROUNDING_BITS;
+            (i < BLOCK / 2 ? low : high) += narrow_bytes(rounded, bytes + i);
+        }
+    }
+    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to + u * width, bytes + 4 * u, 4);
+    const float numbers[4] = {scale, scale * float(low + high), scale * float(low), scale * float(high)};
+    for (int64_t i = 0; i < 4; i++) std::memcpy(to + (BLOCK / 4 + i) * width, numbers + i, 4);
+}
+
+}  // namespace
+
+void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width) {
+    for (int64_t k = 0; k < K; k += BLOCK, to += BLOCK_WORDS * width) {
+        if (K - k >= BLOCK) {
+            write_block(x + k, to, width);
+            continue;
+        }
+        float block[BLOCK] = {};
+        std::memcpy(block, x + k, size_t(K - k) * 4);
+        write_block(block, to, width);
+    }
+}
+
+#if defined(__AVX512F__)
+namespace {
+
+inline __m512i larger(__m512i a, __m512i b) {
+    return _mm512_max_epi32(a, b);
+}
+
+// The largest lane of each of 8 vectors, in lanes 0 .. 7 and again in 8 .. 15.
+inline __m512i largest_of_each(const __m512i* t) {
+    __m512i halves[4], quarters[2];
+    for (int i = 0; i < 4; i++)
+        halves[i] = larger(_mm512_shuffle_i32x4(t[2 * i], t[2 * i + 1], 0x44),
+                           _mm512_shuffle_i32x4(t[2 * i], t[2 * i + 1], 0xee));
+    for (int i = 0; i < 2; i++)
+        quarters[i] = larger(_mm512_shuffle_i32x4(halves[2 * i], halves[2 * i + 1], 0x88),
+                             _mm512_shuffle_i32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
+    // Quarter l holds row l, and row 4 + l.
+    const __m512i pairs = larger(_mm512_unpacklo_epi64(quarters[0], quarters[1]),
+                                 _mm512_unpackhi_epi64(quarters[0], quarters[1]));
+    const __m512i both = larger(pairs, _mm512_shuffle_epi32(pairs, _MM_PERM_CDAB));
+    alignas(64) static constexpr int32_t order[16] = {0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14};
+    return _mm512_permutexvar_epi32(_mm512_load_si512(order), both);
+}
+
+// Sums of four bytes, of both vectors, added over the halves: [8 rows].
+inline __m256i sums_of_bytes(__m512i first, __m512i second) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    const __m512i pairs =
+        _mm512_add_epi16(_mm512_maddubs_epi16(ones, first), _mm512_maddubs_epi16(ones, second));
+    const __m512i quads = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    return _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
+}
+
+// A block of 8 rows whose numbers are all finite; false, and nothing written, where one is not.
+inline bool write_blocks(const float* x, int64_t x_row, uint32_t* to) {
+    VF v[8][2];
+    __m512i top[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) {
+        v[r][0] = load(x + r * x_row), v[r][1] = load(x + r * x_row + W);
+        top[r] = larger((__m512i)((VU)v[r][0] & 0x7fffffffu), (__m512i)((VU)v[r][1] & 0x7fffffffu));
+    }
+    const VI bits = (VI)largest_of_each(top);
+    const VF largest = (VF)bits;
+    if (_mm512_cmpge_epi32_mask((__m512i)bits, _mm512_set1_epi32(0x7f800000))) return false;
+    const VF inverse = largest > 1e-36f ? 127.0f / largest : VF{};
+    const VF scale = largest > 1e-36f ? largest / 127.0f : VF{};
+    alignas(64) float factors[W];
+    store(factors, inverse);
+    __m512i halves[8], bytes[4];
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) {
+        const VI low = (VI)(v[r][0] * factors[r] + ROUNDING) - ROUNDING_BITS;
+        const VI high = (VI)(v[r][1] * factors[r] + ROUNDING) - ROUNDING_BITS;
+        halves[r] = _mm512_packs_epi32((__m512i)low, (__m512i)high);
+    }
+    // Quarter l: words l and 4 + l of the first row, then of the second.
+    for (int i = 0; i < 4; i++) bytes[i] = _mm512_packs_epi16(halves[2 * i], halves[2 * i + 1]);
+    const auto four = [&](int i, auto odd) {
+        constexpr int chosen = decltype(odd)::value ? 0xdd : 0x88;
+        return (__m512i)_mm512_shuffle_ps((__m512)bytes[i], (__m512)bytes[i + 1], chosen);
+    };
+    alignas(64) static constexpr int64_t order[2][8] = {{0, 1, 8, 9, 2, 3, 10, 11},
+                                                        {4, 5, 12, 13, 6, 7, 14, 15}};
+    __m512i words[4];
+    const auto join = [&](int at, __m512i a, __m512i b) {
+        for (int i = 0; i < 2; i++) {
+            words[at + i] = _mm512_permutex2var_epi64(a, _mm512_load_si512(order[i]), b);
+            _mm512_storeu_si512(to + (at + i) * 16, words[at + i]);
+        }
+    };
+    join(0, four(0, std::false_type{}), four(2, std::false_type{}));
+    join(2, four(0, std::true_type{}), four(2, std::true_type{}));
+    const __m256i low = sums_of_bytes(words[0], words[1]), high = sums_of_bytes(words[2], words[3]);
+    const auto two = [](__m256i a, __m256i b) {
+        return (VI)_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+    };
+    const VF whole = __builtin_convertvector(two(low, _mm256_add_epi32(low, high)), VF);
+    const VF parts = __builtin_convertvector(two(low, high), VF);
+    const VF sums = scale * whole;  // of these the second half is wanted
+    store((float*)to + 64, (VF)_mm512_mask_mov_pd((__m512d)sums, 0x0f, (__m512d)scale));
+    store((float*)to + 80, scale * parts);
+    return true;
+}
+
+}  // namespace
+
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
+    static_assert(TILE == 8);
+    for (int64_t k = 0; k < K; k += BLOCK, to += BLOCK_WORDS * TILE) {
+        if (K - k >= BLOCK && write_blocks(x + k, x_row, to)) continue;
+        for (int64_t r = 0; r < TILE; r++)
+            quantise_row(x + r * x_row + k, std::min(BLOCK, K - k), to + r, TILE);
+    }
+}
+#else
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
+    for (int64_t r = 0; r < TILE; r++) quantise_row(x + r * x_row, K, to + r, TILE);
+}
+#endif
+
+}  // namespace hasten
