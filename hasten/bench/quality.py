@@ -26,7 +26,7 @@ from hasten.bench.report import Frozen, Interruption, read
 from hasten.bench.workload import RANDOM, TINY
 
 SCHEMA = "hasten.bench.quality/1"
-FORMATS = ("bfloat16", "bfloat16+int8", "int8", "5", "4.5", "int4", "int4:200", "stored", "stored+int8")
+FORMATS = ("bfloat16", "bfloat16+int8", "int8", "5", "4.5", "int4", "stored", "stored+int8")
 """WEIGHTS or WEIGHTS+CACHE, as `hasten generate --weights WEIGHTS --cache CACHE` takes them."""
 _DEFAULT_CACHE = "bfloat16"
 
@@ -115,13 +115,7 @@ def bench_quality(model: str, formats: tuple[Format, ...], screen: Screen) -> Qu
         Interrupted: the signal came before the first row.
     """
     from hasten.models import open_model
-    from hasten.serve.gate import (
-        MAX_PERPLEXITY_RATIO,
-        default_text,
-        model_logits,
-        piece_tokens,
-        text_chunks,
-    )
+    from hasten.serve.gate import MAX_PERPLEXITY_RATIO, model_chunks, model_logits
     from hasten.train.stop import Interrupted
 
     if model.startswith((TINY, RANDOM)):
@@ -131,8 +125,7 @@ def bench_quality(model: str, formats: tuple[Format, ...], screen: Screen) -> Qu
     with screen.bar("opening the model", 1):
         original, tokenizer = open_model(model)
     parameters = sum(p.numel() for p in original.parameters() if p.dim() > 1)
-    first, tokens = tokenizer.bos_token_id, piece_tokens(original)
-    chunks = text_chunks(tokenizer.encode, default_text(1), chunk_tokens=tokens, first_token=first)
+    chunks = model_chunks(original, tokenizer, 1)
     judge = _remembered(model_logits(original.eval()))
     rows: list[Row] = []
     failed: dict[str, str] = {}

@@ -174,7 +174,9 @@ class Network:
         """A part of the buffer goes inside first, the rest across first (Themis, arXiv 2110.04478):
         seconds by bandwidth alone, and the part that makes both tiers end together."""
         n, m = group
-        if m == 1 or n == 1:
+        if m == 1:
+            return 2 * (n - 1) / n * volume / self.inside_bandwidth(n), 1.0
+        if n == 1:
             return 2 * (m * n - 1) / (m * n) * volume / self._flat(group), 1.0
 
         def loads(x: float) -> tuple[float, float]:

@@ -33,9 +33,11 @@ from hasten.serve.quantise import Quantised
 from hasten.serve.weights import Weight, part_of
 
 BATCH = 2
+PIECE_TOKENS = 512
+PIECES = 512
 PIECES_OF_EACH = 6
 """Most pieces of one document: many documents teach more."""
-HELD_BACK = 4
+HELD_BACK = 6
 """Pieces that are not trained on."""
 
 # By Adam, a step moves a code by about so much of the distance to the next one, and scales and minima by so
@@ -48,6 +50,8 @@ _LAST = 0.05
 _REACH = 0.45
 # The original, codes as numbers, their gradient, Adam's two moments, the weights and their gradient.
 _BYTES_PER_WEIGHT = 4 + 4 + 4 + 8 + 8
+# Logits and log-probabilities of both models, and gradients of the student's.
+_COPIES_OF_LOGITS = 6
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,24 @@ class Distilled:
     before: float
     """On the pieces held back, as given."""
     after: float
-    """After the last step; above `before` the given matrices were kept."""
+    """After the last step, in the numbers that are stored."""
+
+    @property
+    def helped(self) -> bool:
+        """Whether the matrices learnt anything; else they are those given. False where `after` is NaN."""
+        return self.after < self.before
 
 
-def bytes_needed(weights: int) -> int:
-    """Memory that distilling so many weights takes; activations come on top of it."""
-    return _BYTES_PER_WEIGHT * weights
-
-
-def check_memory(weights: int) -> None:
-    """Raises ConfigError where this machine has too little memory to distil so many weights."""
+def check_memory(weights: int, vocabulary: int) -> None:
+    """Raises ConfigError where this process may not take the memory that distilling so many weights needs:
+    what is kept for each, and the logits of both models. Activations of the layers come on top of it."""
     limit = detect().memory_limit_bytes.value
-    if bytes_needed(weights) > limit:
+    logits = _COPIES_OF_LOGITS * 4 * BATCH * PIECE_TOKENS * vocabulary
+    needed = _BYTES_PER_WEIGHT * weights + logits
+    if needed > limit:
         raise ConfigError(
-            f"distilling {weights:,} weights takes {spell_bytes(bytes_needed(weights))}, this machine has "
-            f"{spell_bytes(limit)}: up to {limit // _BYTES_PER_WEIGHT:,} weights; "
+            f"distilling {weights:,} weights takes {spell_bytes(needed)}, this process may use "
+            f"{spell_bytes(limit)}: up to {max(0, limit - logits) // _BYTES_PER_WEIGHT:,} weights; "
             "quantise without steps (int4), or with more bits (4.5, int8)"
         )
 
@@ -95,9 +102,10 @@ def distil(
         steps: of `BATCH` pieces each; pieces are used again in another order where they do not suffice.
 
     Raises:
-        ConfigError: less memory than that takes.
-        InputError: too few pieces.
+        InputError: too few pieces, or no matrix that has codes.
     """
+    if not matrices:
+        raise InputError("no matrix is quantised, so there is nothing to distil")
     if len(pieces) < HELD_BACK + BATCH:
         raise InputError(f"a text of {len(pieces)} pieces; distilling needs {HELD_BACK + BATCH} at least")
     screen = screen or Screen(enabled=False)
@@ -106,7 +114,6 @@ def distil(
         for matrix in of
         if matrix.name in matrices
     }
-    check_memory(sum(learner.codes.numel() for learner in learners.values()))
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -134,10 +141,11 @@ def distil(
             optimizer.step()
             optimizer.zero_grad()
             bar.update(step + 1, f"KL {loss.item():.4f}")
-    after = student.distance(kept)
-    better = after < before  # also false for NaN
-    found = {name: learner.quantised() if better else matrices[name] for name, learner in learners.items()}
-    return Distilled(found, before, after)
+    learnt = {name: learner.quantised() for name, learner in learners.items()}
+    for learner in learners.values():
+        learner.store()
+    found = Distilled(learnt, before, student.distance(kept))
+    return found if found.helped else replace(found, matrices={name: matrices[name] for name in learners})
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -199,6 +207,16 @@ class _Learner:
                 scales=(scale / start.unit).half(),
                 minima=None if start.minima is None else (base / start.unit).half(),
             )
+
+    def store(self) -> None:
+        """Scales and minima become what fp16 stores of them."""
+        with torch.no_grad():
+            unit = self.start.unit
+            scale, base = ((part / unit).half().float() * unit for part in self._numbers())
+            self.scale = scale
+            self.base = scale * -float(self.start.format.zero or 0) if self.start.minima is None else base
+            for moved in self.moved:
+                moved.zero_()
 
     def _numbers(self) -> tuple[Tensor, Tensor]:
         """Scales and what the code 0 stands for."""

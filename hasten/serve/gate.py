@@ -65,7 +65,7 @@ class Gate:
         raise GateError(
             f"{self.what} makes the perplexity {self.perplexity_ratio:.4f} times that of the original on "
             f"{self.tokens} tokens; the limit is {max_perplexity_ratio:g}. Choose more bits "
-            "(4.5, int8, bfloat16), let them learn from the original (int4:100), or allow it: "
+            "(4.5, int8, bfloat16), let them learn from the original (int4:200, or more steps), or allow it: "
             f"--max-perplexity-ratio {self._above():g}"
         )
 
@@ -186,8 +186,14 @@ def text_chunks(
 
 def piece_tokens(model: Any) -> int:
     """Tokens of a piece of text for a transformers model: 512, or as many as it has positions for."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(_PIECE_TOKENS, int(longest or _PIECE_TOKENS))
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    return min(_PIECE_TOKENS, int(longest)) if longest > 0 else _PIECE_TOKENS
+
+
+def model_chunks(model: Any, tokenizer: Any, part: int, chunks: int = 8, of_each: int = 1) -> list[Tensor]:
+    """`text_chunks` of `default_text(part)` for a transformers model, as long as it can read them."""
+    first, tokens = tokenizer.bos_token_id, piece_tokens(model)
+    return text_chunks(tokenizer.encode, default_text(part), chunks, tokens, first, of_each)
 
 
 def _exponential(number: float) -> float:

@@ -76,8 +76,8 @@ def open_runner(
         weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
             bits for each matrix within that budget, a number asks for so many bits a
             weight over the whole, "bfloat16" and "float32" are dense; "auto" is "stored" for a GGUF file
-            and "bfloat16" for all else. "int4:100": what was quantised then learns from the model as it was
-            for 100 steps (`hasten.serve.distil`); it takes minutes, once.
+            and "bfloat16" for all else. "int4:200": what was quantised then learns from the model as it was
+            for 200 steps (`hasten.serve.distil`); it takes minutes, once.
         cache: of keys and values: "bfloat16", "int8" (half the memory; a scale for each token and head) or
             "float32".
         context_tokens: longest sequence; default: the model's own, at most 8192.
@@ -139,17 +139,17 @@ def check_formats(weights: str, cache: str) -> None:
 
 
 def parse_weights(weights: str) -> tuple[str, int | None]:
-    """`"int4:100"` as the format and the steps of distillation; None without steps.
+    """`"int4:200"` as the format and the steps of distillation; None without steps.
 
     Raises:
-        ConfigError: steps that are no positive number.
+        ConfigError: steps that are no whole number from 1 on.
     """
     format, colon, steps = weights.partition(":")
     if not colon:
         return format, None
-    if not steps.isdecimal() or int(steps) == 0:
+    if not (steps.isascii() and steps.isdecimal()) or len(steps) > 6 or int(steps) == 0:
         raise ConfigError(
-            f"weights = {weights!r}: steps are a positive whole number, for example {format}:100"
+            f"weights = {weights!r}: steps are a whole number from 1 to 999999, for example {format}:200"
         )
     return format, int(steps)
 
@@ -249,7 +249,8 @@ def _planned(path: Any, budget: str, steps: int, screen: Screen) -> tuple[Any, A
 
     from hasten.models import open_model
     from hasten.serve.calibrate import calibrate
-    from hasten.serve.gate import default_text, piece_tokens, text_chunks
+    from hasten.serve.distil import check_memory
+    from hasten.serve.gate import model_chunks
     from hasten.serve.plan import plan_bits
     from hasten.serve.weights import open_source
 
@@ -258,11 +259,11 @@ def _planned(path: Any, budget: str, steps: int, screen: Screen) -> tuple[Any, A
     )
     if steps and tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer, so there is no text to distil on; leave out :{steps}")
+    if steps:
+        check_memory(sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size)
     calibration = None
     if tokenizer is not None:
-        first = tokenizer.bos_token_id
-        tokens = piece_tokens(model)
-        chunks = text_chunks(tokenizer.encode, default_text(0), CALIBRATION_CHUNKS, tokens, first)
+        chunks = model_chunks(model, tokenizer, 0, CALIBRATION_CHUNKS)
         with screen.bar("calibrating", 1):
             calibration = calibrate(model, chunks)
     del model
@@ -270,6 +271,8 @@ def _planned(path: Any, budget: str, steps: int, screen: Screen) -> tuple[Any, A
     source.calibration = calibration
     with screen.bar("choosing bits", 1):
         plan = plan_bits(source, budget)
+    if steps and all(row.format.dense for row in plan.rows):
+        raise ConfigError(f"with {budget} bits a weight nothing is quantised; leave out :{steps}")
     note: dict[str, Any] = {"plan": plan.as_dict()}
     if steps:
         note["distilled"] = _distil(path, source, plan, steps, screen)
@@ -282,30 +285,20 @@ def _distil(path: Any, source: Any, plan: Any, steps: int, screen: Screen) -> di
 
     from hasten.models import open_model
     from hasten.serve import distil
-    from hasten.serve.gate import default_text, piece_tokens, text_chunks
+    from hasten.serve.gate import model_chunks
 
     matrices = plan.quantised(source, screen)
-    distil.check_memory(sum(matrix.codes.numel() for matrix in matrices.values()))
     model, tokenizer = open_model(path, dtype=torch.float32)
-    tokens = piece_tokens(model)
-    pieces = text_chunks(
-        tokenizer.encode,
-        default_text(0),
-        distil.HELD_BACK + distil.BATCH * steps,
-        tokens,
-        tokenizer.bos_token_id,
-        of_each=distil.PIECES_OF_EACH,
-    )
-    pieces = [piece for piece in pieces if len(piece) == tokens]
+    pieces = model_chunks(model, tokenizer, 0, distil.PIECES, distil.PIECES_OF_EACH)
+    pieces = [piece for piece in pieces if len(piece) == max(map(len, pieces))]
     found = distil.distil(model, matrices, [row.matrix for row in plan.rows], pieces, steps, screen)
-    if found.after >= found.before:
-        screen.warn(f"{path}: {steps} steps of distillation did not help; the weights stay as rounded")
+    if found.helped:
+        screen.note(f"KL to the original {found.before:.4f} before, {found.after:.4f} after {steps} steps")
     else:
-        screen.note(
-            f"distilled: KL to the original {found.before:.4f} before, {found.after:.4f} after {steps} steps"
-        )
+        screen.warn(f"{path}: {steps} steps of distillation did not help; the weights stay as rounded")
     source.quantised = found.matrices
-    return {"steps": steps, "kl_before": found.before, "kl_after": found.after}
+    after = found.after if math.isfinite(found.after) else None
+    return {"steps": steps, "kl_before": found.before, "kl_after": after, "helped": found.helped}
 
 
 def checked(served: Served, model: str | Path, max_perplexity_ratio: float, screen: Screen) -> Any:
@@ -315,11 +308,10 @@ def checked(served: Served, model: str | Path, max_perplexity_ratio: float, scre
         GateError: the perplexity ratio is above the limit.
     """
     from hasten.models import open_model
-    from hasten.serve.gate import compare, default_text, model_logits, piece_tokens, text_chunks
+    from hasten.serve.gate import compare, model_chunks, model_logits
 
     original, tokenizer = open_model(model)
-    first, tokens = tokenizer.bos_token_id, piece_tokens(original)
-    chunks = text_chunks(tokenizer.encode, default_text(1), chunk_tokens=tokens, first_token=first)
+    chunks = model_chunks(original, tokenizer, 1)
     with screen.bar("comparing with the model's own weights", 1):
         gate = compare(model_logits(original), runner_logits(served.runner), chunks, served.about.weights)
     screen.note(str(gate))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.base.errors import ConfigError, nearest
+from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.base.screen import Screen
 from hasten.ops.panels import Format, named
 from hasten.serve.calibrate import Calibration, Matrix, matrices_of
@@ -113,7 +113,10 @@ class Plan:
                 if not row.format.dense:
                     matrix = row.matrix
                     dense = part_of(source.dense(matrix.name), Weight(matrix.name, matrix.transposed))
-                    found[matrix.name] = search(dense, row.format, moments.get(matrix.name))
+                    try:
+                        found[matrix.name] = search(dense, row.format, moments.get(matrix.name))
+                    except InputError as error:
+                        raise InputError(f"{matrix.name}: {error}") from error
                 bar.update(number + 1, row.matrix.name)
         return found
 

@@ -125,10 +125,13 @@ class _Source:
     def _quantised(self, name: str, weight: Weight, format: Format) -> Panels:
         ready = self.quantised.get(name)
         if ready is not None and ready.format == format:
+            part_of(self.skeleton().get_parameter(name), weight)  # raises where there is no such part
             try:
-                return ready.part(weight.rows, weight.columns).panels()
+                found = ready.part(weight.rows, weight.columns)
             except ShapeError:
                 pass  # columns that cut a group apart are quantised by themselves
+            else:
+                return found.panels()
         moments = self.calibration.moments.get(name) if self.calibration and not format.dense else None
         if moments is not None and weight.columns:
             part = slice(*weight.columns)

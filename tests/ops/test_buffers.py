@@ -33,6 +33,8 @@ from hasten.ops import buffers
 
 MB = 1 << 20
 found = {}
+# libgomp's threads do not live on in a forked child, which would wait for them.
+torch.set_num_threads(1)
 
 def large(mb, value=1):
     return torch.full((int(mb * MB),), value, dtype=torch.uint8)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from hasten.base.errors import ConfigError, InputError, ShapeError
+from hasten.base.screen import Screen
 from hasten.models import tiny_model
 from hasten.ops.panels import named, unpack
 from hasten.serve import distil
 from hasten.serve.calibrate import matrices_of
-from hasten.serve.open import check_formats, parse_weights
+from hasten.serve.open import _planned, check_formats, open_runner, parse_weights
 from hasten.serve.quantise import Quantised, search
 from hasten.serve.weights import ModelSource, Weight, part_of
 
@@ -90,7 +91,7 @@ def test_what_learnt_is_nearer_to_the_model(family: str, form: str) -> None:
     model = opened(family)
     start = rounded(model, form)
     found = learnt(model, start, 60)
-    assert found.after < found.before
+    assert found.helped
     assert kl(model, found.matrices) < 0.98 * kl(model, start)
     for name, matrix in found.matrices.items():
         assert matrix.format == start[name].format
@@ -98,12 +99,13 @@ def test_what_learnt_is_nearer_to_the_model(family: str, form: str) -> None:
         torch.testing.assert_close(unpack(matrix.panels()), matrix.dense(), rtol=1e-6, atol=1e-7)
 
 
-def test_what_got_worse_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distil, "_SCALE_RATE", 3.0)
+@pytest.mark.parametrize("rate", [3.0, float("nan")])
+def test_what_got_worse_is_not_kept(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    monkeypatch.setattr(distil, "_SCALE_RATE", rate)
     model = tiny_model("llama").eval()
     start = rounded(model, "int4m")
     found = learnt(model, start, 3)
-    assert not found.after < found.before
+    assert not found.helped
     assert all(found.matrices[name] is matrix for name, matrix in start.items())
 
 
@@ -130,8 +132,27 @@ def test_the_start_is_what_rounding_chose_and_near_the_model() -> None:
         assert torch.equal(same.codes, start[m.name].codes)
         assert same.minima is not None
         assert torch.equal(same.minima, start[m.name].minima)
-        weight = learner.weight(torch.float32)
-        assert weight.shape == model.get_parameter(m.name).shape
+        assert torch.equal(same.scales, start[m.name].scales)
+        dense = same.dense().t() if m.transposed else same.dense()
+        torch.testing.assert_close(learner.weight(torch.float32), dense, rtol=1e-6, atol=1e-7)
+        # As near to the original as the code allows: the same code, and nearer than half a step.
+        apart = (learner.codes.detach() - start[m.name].codes.view_as(learner.codes)).abs()
+        assert float(apart.max()) <= 0.4501
+        assert float(apart.mean()) > 0.1
+
+
+def test_what_is_judged_is_what_is_stored() -> None:
+    model = tiny_model("llama").eval()
+    start = rounded(model, "int4m")
+    for m in matrices_of(model):
+        learner = distil._Learner(start[m.name], m, model.get_parameter(m.name))
+        with torch.no_grad():
+            for moved in learner.moved:
+                moved.uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(0))
+        stored = learner.quantised()
+        learner.store()
+        assert torch.equal(learner.quantised().scales, stored.scales)
+        torch.testing.assert_close(learner.weight(torch.float32), stored.dense(), rtol=1e-6, atol=1e-9)
 
 
 def test_rates_climb_and_fall() -> None:
@@ -165,10 +186,56 @@ def test_a_source_takes_what_is_quantised_already() -> None:
 
 def test_too_little_text_and_too_little_memory_are_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama").eval()
-    with pytest.raises(InputError, match="5 pieces; distilling needs 6"):
+    with pytest.raises(InputError, match="5 pieces; distilling needs 8"):
         distil.distil(model, rounded(model, "int4"), matrices_of(model), PIECES[:5], 1)
+    with pytest.raises(InputError, match="nothing to distil"):
+        distil.distil(model, {}, matrices_of(model), PIECES, 1)
     with pytest.raises(ConfigError, match=r"distilling .* takes .* GB.*up to"):
-        distil.check_memory(1 << 50)
+        distil.check_memory(1 << 40, 50_000)
+
+
+def test_memory_is_looked_at_before_the_slow_parts(
+    small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the slow part began")
+
+    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("hasten.serve.calibrate.calibrate", never)
+    monkeypatch.setattr(distil, "_BYTES_PER_WEIGHT", 1 << 40)
+    with pytest.raises(ConfigError, match="quantise without steps"):
+        open_runner(small_model_folder, weights="int4:2")
+
+
+def test_a_budget_that_quantises_nothing_is_refused(
+    small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="nothing is quantised; leave out :5"):
+        open_runner(small_model_folder, weights="17:5")
+
+
+def test_what_learnt_is_what_is_packed(
+    small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+    kept: dict[str, Quantised] = {}
+    real = distil.distil
+
+    def noted(*given: Any) -> distil.Distilled:
+        found = real(*given)
+        kept.update(found.matrices)
+        return found
+
+    monkeypatch.setattr(distil, "_CODE_RATE", 0.05)
+    monkeypatch.setattr(distil, "distil", noted)
+    source, plan, note = _planned(small_model_folder, "4.5", 4, Screen(False))
+    assert kept
+    assert note["distilled"]["steps"] == 4
+    for row in plan.rows:
+        if row.matrix.name in kept:
+            panels = source.panels(Weight(row.matrix.name, row.matrix.transposed), row.format)
+            torch.testing.assert_close(unpack(panels), kept[row.matrix.name].dense(), rtol=1e-6, atol=1e-7)
 
 
 def test_weights_with_steps() -> None:
@@ -177,11 +244,12 @@ def test_weights_with_steps() -> None:
     for good in ("int4:1", "4.25:80", "int8:5"):
         check_formats(good, "bfloat16")
     for bad, message in (
-        ("int4:", "positive whole number, for example int4:100"),
-        ("int4:-3", "positive whole number"),
-        ("4.5:0", "positive whole number"),
+        ("int4:", "a whole number from 1 to 999999, for example int4:200"),
+        ("int4:-3", "whole number from 1"),
+        ("4.5:0", "whole number from 1"),
         ("stored:10", "steps are for weights that are quantised here"),
         ("bfloat16:10", "for example int4:10"),
+        ("int4:" + "9" * 5000, "whole number from 1"),
         ("in4:10", "int4"),
     ):
         with pytest.raises(ConfigError, match=message):

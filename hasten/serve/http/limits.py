@@ -34,7 +34,7 @@ class HttpSettings:
     origins may call the server (CORS); empty: only the built-in page. `strict`: an unknown field is a 400.
     `drain_s`: the time that running requests get after SIGTERM. `keep_alive_s`: a stream that has nothing to
     say sends a comment this often, so that proxies do not cut it. `access_log`: a line on stderr for each
-    request: client, method, path, status; never what was asked or answered.
+    request: client, method, path with its query, status; no body of a request or an answer.
 
     Raises ConfigError for a key that is no key and an origin that is no origin.
     """

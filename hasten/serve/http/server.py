@@ -128,16 +128,27 @@ def run_server(state: State, bound: socket.socket, on_ready: Callable[[], None] 
     Raises ConfigError where another server has begun to listen on the port meanwhile.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if state.settings.access_log:
-        lines = logging.StreamHandler()
-        lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        access = logging.getLogger("uvicorn.access")
-        access.addHandler(lines)
-        access.setLevel(logging.INFO)
-        access.propagate = False
     host, port = bound.getsockname()[:2]
     try:
         bound.listen(1)
     except OSError as error:
         raise _refused(error, host, port) from error
-    Server(state, on_ready).run(sockets=[bound])
+    with _access_log() if state.settings.access_log else contextlib.nullcontext():
+        Server(state, on_ready).run(sockets=[bound])
+
+
+@contextlib.contextmanager
+def _access_log() -> Iterator[None]:
+    """uvicorn's lines on stderr."""
+    lines, access = logging.StreamHandler(), logging.getLogger("uvicorn.access")
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    level, propagate = access.level, access.propagate
+    access.addHandler(lines)
+    access.setLevel(logging.INFO)
+    access.propagate = False
+    try:
+        yield
+    finally:
+        access.removeHandler(lines)
+        access.setLevel(level)
+        access.propagate = propagate
