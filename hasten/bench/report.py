@@ -25,7 +25,8 @@ class Frozen(BaseModel):
 
 
 class Limits(Frozen):
-    """What this machine can do at most, measured by `hasten.bench.limits` just before the contenders ran."""
+    """What this machine can do at most, measured by `hasten.bench.limits` just before the contenders ran; the
+    bench of generation measures it behind them too, and takes the better of the two."""
 
     gemm_flops_per_s: float = Field(gt=0)
     """The faster of the two entries below: the peak of the dtype that the run may use at best."""
@@ -34,6 +35,19 @@ class Limits(Frozen):
     read_bytes_per_s: float = Field(gt=0)
     """Median rate at which all threads read a buffer much larger than the caches."""
     threads: int = Field(ge=1)
+
+    def better(self, other: Limits) -> Limits:
+        """The higher of the figures of two measurements of one machine."""
+        rates = {
+            name: max(rate, other.gemm_flops_per_s_by_dtype.get(name, 0.0))
+            for name, rate in self.gemm_flops_per_s_by_dtype.items()
+        }
+        return Limits(
+            gemm_flops_per_s=max(self.gemm_flops_per_s, other.gemm_flops_per_s),
+            gemm_flops_per_s_by_dtype=rates,
+            read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
+            threads=self.threads,
+        )
 
 
 class ModelSize(Frozen):

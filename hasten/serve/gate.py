@@ -193,7 +193,12 @@ def piece_tokens(model: Any) -> int:
 def model_chunks(model: Any, tokenizer: Any, part: int, chunks: int = 8, of_each: int = 1) -> list[Tensor]:
     """`text_chunks` of `default_text(part)` for a transformers model, as long as it can read them."""
     first, tokens = tokenizer.bos_token_id, piece_tokens(model)
-    return text_chunks(tokenizer.encode, default_text(part), chunks, tokens, first, of_each)
+
+    def encode(text: str) -> list[int]:
+        # A text of many pieces is longer than the model reads: no warning about it.
+        return list(tokenizer.encode(text, verbose=False))
+
+    return text_chunks(encode, default_text(part), chunks, tokens, first, of_each)
 
 
 def _exponential(number: float) -> float:

@@ -269,3 +269,17 @@ def test_the_longest_context_is_the_longest_that_fits(fixed: int, slope: int, mo
     else:
         assert fixed + slope * (found.tokens + 8) > budget
     assert len(found.probes) < 25
+
+
+def test_limits_are_the_better_of_two_measurements() -> None:
+    def limits(fp32: float, bf16: float, read: float) -> Limits:
+        rates = {"float32": fp32, "bfloat16": bf16}
+        return Limits(
+            gemm_flops_per_s=bf16, gemm_flops_per_s_by_dtype=rates, read_bytes_per_s=read, threads=2
+        )
+
+    first, second = limits(2.0, 9.0, 40.0), limits(3.0, 8.0, 80.0)
+    found = first.better(second)
+    assert found == second.better(first)
+    assert found.gemm_flops_per_s_by_dtype == {"float32": 3.0, "bfloat16": 9.0}
+    assert (found.gemm_flops_per_s, found.read_bytes_per_s) == (9.0, 80.0)

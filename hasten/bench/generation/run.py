@@ -101,6 +101,8 @@ def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
                 if settings.longest_context:
                     stage = "the longest context"
                     longest = _longest_context(contest, list(turns.outcomes), screen)
+                stage = "the limits"
+                limit = limit.better(train.measure_limits(facts.default_dtype().value == "bf16", screen))
             except Interrupted as stopped:
                 turns = turns._replace(interruption=Interruption(signal=str(stopped), during=stage))
     return _report(contest, before, turns, skipped, judged, longest, limit)
