@@ -194,31 +194,31 @@ def test_too_little_text_and_too_little_memory_are_said_first(monkeypatch: pytes
         distil.check_memory(1 << 40, 50_000)
 
 
+@pytest.fixture
+def fresh_folder(small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of which nothing is kept yet."""
+    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+    return small_model_folder
+
+
 def test_memory_is_looked_at_before_the_slow_parts(
-    small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fresh_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("the slow part began")
 
-    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("hasten.serve.calibrate.calibrate", never)
     monkeypatch.setattr(distil, "_BYTES_PER_WEIGHT", 1 << 40)
     with pytest.raises(ConfigError, match="quantise without steps"):
-        open_runner(small_model_folder, weights="int4:2")
+        open_runner(fresh_folder, weights="int4:2")
 
 
-def test_a_budget_that_quantises_nothing_is_refused(
-    small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+def test_a_budget_that_quantises_nothing_is_refused(fresh_folder: Path) -> None:
     with pytest.raises(ConfigError, match="nothing is quantised; leave out :5"):
-        open_runner(small_model_folder, weights="17:5")
+        open_runner(fresh_folder, weights="17:5")
 
 
-def test_what_learnt_is_what_is_packed(
-    small_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HASTEN_CACHE_DIR", str(tmp_path))
+def test_what_learnt_is_what_is_packed(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, Quantised] = {}
     real = distil.distil
 
@@ -229,7 +229,7 @@ def test_what_learnt_is_what_is_packed(
 
     monkeypatch.setattr(distil, "_CODE_RATE", 0.05)
     monkeypatch.setattr(distil, "distil", noted)
-    source, plan, note = _planned(small_model_folder, "4.5", 4, Screen(False))
+    source, plan, note = _planned(fresh_folder, "4.5", 4, Screen(False))
     assert kept
     assert note["distilled"]["steps"] == 4
     for row in plan.rows:
