@@ -11,7 +11,6 @@ it. Roots are placed largest first at the lowest offset that no overlapping life
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -111,8 +110,8 @@ class Linked:
     def _cache(self, settings: CacheSettings) -> tuple[list[Tensor], Tensor]:
         """A pool for each group, and a layer's first block, strides and sizes.
 
-        The layers of a block lie side by side, so that a sequence's blocks fill whole huge pages and not a
-        part of one for every layer.
+        The layers of a block lie side by side, so that a sequence's blocks fill whole pages and not a part of
+        one for every layer.
         """
         windows = self.program.windows()
         per_unit = 1 if settings.dtype == "float32" else 2
@@ -260,8 +259,9 @@ def _aligned(floats: int) -> Tensor:
 
 
 def _pool(floats: int) -> Tensor:
-    """Zeros whose pages are taken when they are first written, huge ones where the system has them: first
-    writes of small ones were a sixth of a prompt's time.
+    """Zeros whose pages are taken when they are first written: small ones, unless the system always gives
+    huge ones. A huge page that the system must first put together, or a hypervisor provide, takes longer than
+    the 512 small ones that a prompt would have touched (docs/LOG.md, 2026-11-30).
 
     Raises:
         InputError: the system has no room for it.
@@ -273,7 +273,4 @@ def _pool(floats: int) -> Tensor:
             f"{4 * floats / 1e9:,.1f} GB for keys and values cannot be had: {first_line(error)}; give the "
             "cache less memory (--cache-gib), or a shorter context"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=torch.float32, count=floats)
