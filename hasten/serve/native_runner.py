@@ -41,7 +41,7 @@ class NativeRunner:
                 f"{self.step_tokens} and {self.step_logits}"
             )
         self._run(
-            linked.instructions, linked.matrices, linked.layers, linked.prepared, linked.sizes,
+            linked.ways(torch.get_num_threads()), linked.matrices, linked.layers, linked.prepared, linked.sizes,
             torch.from_numpy(step.tokens), torch.from_numpy(step.positions), torch.from_numpy(step.starts),
             [torch.from_numpy(table) for table in step.tables], torch.from_numpy(step.wanted),
             len(step.tokens), len(step.starts) - 1, wanted, self._times,

@@ -13,9 +13,10 @@ from hasten.bench.memory import resident_bytes
 from hasten.ops import native
 from hasten.ops.panels import FLOAT32, pack
 from hasten.serve import link
-from hasten.serve.link import CacheSettings, Linked, barriers, plan_arena, with_prepare
+from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.native_runner import NativeRunner
 from hasten.serve.program import Program
+from hasten.serve.sharing import WAYS, Share, arrange, plan_arena, with_prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 import program_checks
@@ -56,54 +57,110 @@ def test_same_bits_in_every_run() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("few", [True, False])
-def test_no_instruction_reads_what_another_thread_may_still_write(seed: int, few: bool) -> None:
-    """Told again from the instructions: a barrier stands between a write by panels and its reading."""
-    builder, program = program_of(seed)
-    instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
-    meets = barriers(instructions, few)
-    by_rows = {
-        "embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "where", "reduce",
-        "softmax", "places", "gather", "scatter",
-    }  # fmt: skip
-    for j, reader in enumerate(instructions):
-        for ref in reader.reads():
-            makers = [i for i in range(j) if instructions[i].dst is not None and ref.kind == "root"]
-            last = [i for i in makers if instructions[i].dst.index == ref.index][-1:]  # type: ignore[union-attr]
-            for i in last:
-                same_rows = instructions[i].op in by_rows and reader.op in by_rows
-                skipped = few and reader.op == "prepare"
-                assert same_rows or skipped or any(meets[i + 1 : j + 1]), (instructions[i], reader)
-    assert sum(meets) < len(instructions)
+BY_ROWS = {
+    "embed", "norm", "prepare", "rotary", "store", "binary", "unary", "gated", "where", "reduce", "softmax",
+    "places", "gather", "scatter",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_two_lives_share_a_place(seed: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_no_instruction_reads_what_another_thread_may_still_write(seed: int, way: str) -> None:
+    """Told again from the instructions: a barrier stands between a write that others share and its reading,
+    and between a reading and the next write."""
     builder, program = program_of(seed)
     instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
-    meets = [
-        a and b for a, b in zip(barriers(instructions, True), barriers(instructions, False), strict=True)
-    ]
-    offsets, widths = plan_arena(instructions, program.roots, program.logits, meets)
-    uses: dict[int, list[int]] = {}
-    for i, one in enumerate(instructions):
-        for ref in (*one.reads(), *([one.dst] if one.dst is not None else [])):
-            if ref.kind == "root" and ref.index != program.logits:
-                uses.setdefault(ref.index, []).append(i)
-    assert set(uses) == set(offsets)
-    for a in uses:
-        for b in uses:
-            if a >= b or program.roots[a].selected != program.roots[b].selected:
-                continue
-            first, second = (a, b) if uses[a][0] <= uses[b][0] else (b, a)
-            apart = offsets[a] + program.roots[a].width <= offsets[b] or (
-                offsets[b] + program.roots[b].width <= offsets[a]
-            )
-            later = any(meets[uses[first][-1] + 1 : uses[second][0] + 1])
-            assert apart or later, (a, b)
-    total = sum(root.width for i, root in enumerate(program.roots) if not root.selected and i in offsets)
-    assert widths[0] < total
+    found = arrange(instructions, program.logits, way)
+
+    def same_rows(i: int, j: int) -> bool:
+        both = [(found.shares[k], instructions[k].selected) for k in (i, j)]
+        return both[0] == both[1] and all(
+            found.shares[k] is Share.ROWS
+            or (found.shares[k] is Share.PARTS and instructions[k].op in BY_ROWS)
+            for k in (i, j)
+        )
+
+    def meet_between(i: int, j: int, what: str) -> None:
+        assert same_rows(i, j) or any(found.meets[i + 1 : j + 1]), (
+            what,
+            i,
+            j,
+            instructions[i],
+            instructions[j],
+        )
+
+    for j, later in enumerate(instructions):
+        if way == "few" and later.op == "prepare":
+            continue
+        reads = {ref.index for ref in later.reads() if ref.kind == "root"} - found.private
+        writes = {later.dst.index} - found.private if later.dst is not None else set()
+        for i, earlier in enumerate(instructions[:j]):
+            made = earlier.dst.index if earlier.dst is not None else -1
+            if made in reads | writes:
+                meet_between(i, j, "made")
+            if {ref.index for ref in earlier.reads() if ref.kind == "root"} & writes:
+                meet_between(i, j, "read")
+    assert sum(found.meets) < len(instructions)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_are_stored_before_another_thread_attends_to_them(seed: int, way: str) -> None:
+    builder, program = program_of(seed)
+    instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
+    found = arrange(instructions, program.logits, way)
+    for i, store in enumerate(instructions):
+        for j, attend in enumerate(instructions):
+            if store.op == "store" and attend.op == "attend" and store.ints[0] == attend.ints[0]:
+                assert any(found.meets[i + 1 : j + 1]), (store, attend)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_every_thread_does_is_written_by_nobody_else(way: str) -> None:
+    """Rows of a thread's own are whole: all that writes them is done by every thread."""
+    builder, program = program_of(2)
+    instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
+    found = arrange(instructions, program.logits, way)
+    assert bool(found.private) == (way == "few")
+    for one, share in zip(instructions, found.shares, strict=True):
+        writes_own = one.dst is not None and one.dst.index in found.private
+        assert writes_own == (share is Share.EACH), one
+
+
+def test_fewer_meetings_where_threads_do_more_for_themselves() -> None:
+    builder, program = program_of(0)
+    instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
+    counts = {way: sum(arrange(instructions, program.logits, way).meets) for way in WAYS}
+    assert counts["own"] < counts["few"] < counts["many"], counts
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("way", WAYS)
+def test_no_two_lives_share_a_place(seed: int, way: str) -> None:
+    builder, program = program_of(seed)
+    instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
+    found = arrange(instructions, program.logits, way)
+    shared = set(range(len(program.roots))) - found.private - {program.logits}
+    for chosen, between in ((shared, found.meets), (found.private, [True] * len(instructions))):
+        offsets, widths = plan_arena(instructions, program.roots, chosen, between)
+        uses: dict[int, list[int]] = {}
+        for i, one in enumerate(instructions):
+            for ref in (*one.reads(), *([one.dst] if one.dst is not None else [])):
+                if ref.kind == "root" and ref.index in chosen:
+                    uses.setdefault(ref.index, []).append(i)
+        assert set(uses) == set(offsets)
+        for a in uses:
+            for b in uses:
+                if a >= b or program.roots[a].selected != program.roots[b].selected:
+                    continue
+                first, second = (a, b) if uses[a][0] <= uses[b][0] else (b, a)
+                apart = offsets[a] + program.roots[a].width <= offsets[b] or (
+                    offsets[b] + program.roots[b].width <= offsets[a]
+                )
+                later = any(between[uses[first][-1] + 1 : uses[second][0] + 1])
+                assert apart or later, (a, b)
+        total = sum(root.width for i, root in enumerate(program.roots) if not root.selected and i in offsets)
+        assert widths[0] < total or not chosen
 
 
 def test_a_program_as_data_comes_back_the_same() -> None:

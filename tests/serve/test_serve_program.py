@@ -14,6 +14,7 @@ from programs import CONTEXT, ByHand, logits_of, program_of, runner_of
 from hasten.base.errors import CaptureError
 from hasten.models import tiny_model
 from hasten.ops import native
+from hasten.ops.panels import named
 from hasten.serve.model_runner import ModelRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
@@ -189,3 +190,29 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: st
     others = ByHand(runner, 3)
     others.feed({0: prompts[0][:149], 1: prompts[1], 2: prompts[2]})
     assert np.array_equal(others.feed({1: [9], 0: prompts[0][149:], 2: [9]})[1], expected[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("form", ["int4m", "int5", "int8", "int6g16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bloom", "phi3", "gemma2"])
+def test_rows_of_each_threads_own_are_the_rows_of_a_shared_step(family: str, form: str, threads: int):
+    """To the bit: two prompts in one step, of so many rows that threads take their own, and in small pieces.
+
+    441 rows are 56 tiles, which three threads cannot share evenly, and the last is not full.
+    """
+    torch.manual_seed(0)
+    runner = runner_of(tiny_model(family).eval(), named(form), "bfloat16", step_tokens=441)
+    prompts = {s: tokens_of(length, s) for s, length in enumerate((221, 220))}
+    pieces = ByHand(runner, 2)
+    expected = {}
+    for first in range(0, 221, 40):
+        for s, prompt in prompts.items():
+            expected[s] = pieces.feed({s: prompt[first : first + 40]}, every=False)[0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = ByHand(runner, 2).feed(prompts, every=False)
+    finally:
+        torch.set_num_threads(before)
+    for s in prompts:
+        assert np.array_equal(found[s], expected[s])

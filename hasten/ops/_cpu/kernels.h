@@ -145,6 +145,8 @@ struct Kernels {
     int64_t (*program_scratch)(const Program&, const Step&, const Instruction&);
     void (*program_run)(const Program&, const Step&, const Instruction&, int64_t first, int64_t count,
                         void* scratch);
+    // Whether threads can take rows of their own through all products of a step.
+    bool (*program_own_rows)(const Program&, const Step&);
     int64_t (*program_attention_units)(const Program&, const Step&, const Instruction&);
     int64_t (*program_attention_scratch)(const Program&, const Step&, const Instruction&);
     void (*program_attention_run)(const Program&, const Step&, const Instruction&, int64_t first,

@@ -80,20 +80,32 @@ const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
     return t.const_data_ptr<int32_t>();
 }
 
-// instructions [n, 45], matrices and layers: the structures of cpu.h as words of 64 bits, linked by
-// serve/link.py, which keeps alive what they point to. sizes: Cache, few, tile_tokens.
-void program_run(const at::Tensor& instructions, const at::Tensor& matrices, const at::Tensor& layers,
+// ways: of each Way [threads, n, 45], or [1, n, 45] where no thread has memory of its own; they, matrices and
+// layers are the structures of cpu.h as words of 64 bits, linked by serve/link.py, which keeps alive what they
+// point to. sizes: Cache, few, tile_tokens, prepared_row.
+void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
                  const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
                  const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
                  const at::Tensor& wanted, int64_t rows, int64_t sequences, int64_t wanted_rows,
                  const std::optional<at::Tensor>& times) {
-    TORCH_CHECK(rows > 0 && sequences > 0 && sizes.size() == 3, "program_run: an empty step");
+    TORCH_CHECK(rows > 0 && sequences > 0 && sizes.size() == 4, "program_run: an empty step");
+    TORCH_CHECK(ways.size() == 3, "program_run: 3 ways; got ", ways.size());
+    const int threads = at::get_num_threads();
     const Level& chosen = level();
     const Kernels& k = *chosen.kernels;
     Program p{};
     p.kernels = chosen.kernels;
-    p.instructions = (const Instruction*)instructions.const_data_ptr();
-    p.count = instructions.size(0);
+    bool each = false;  // whether every thread has instructions of its own
+    const auto choose = [&](Way way) {
+        const at::Tensor& chosen = ways[int(way)];
+        each = way == Way::few;
+        TORCH_CHECK(chosen.dim() == 3 && chosen.size(2) == 45 && chosen.size(0) >= (each ? threads : 1),
+                    "program_run: instructions must be [", each ? threads : 1, ", n, 45]; got ",
+                    chosen.sizes());
+        p.instructions = (const Instruction*)chosen.const_data_ptr();
+        p.count = chosen.size(1);
+    };
+    choose(Way::many);
     p.matrices = (const Matrix*)matrices.const_data_ptr();
     p.layers = (const CacheLayer*)layers.const_data_ptr();
     p.cache = Cache(sizes[0]);
@@ -102,6 +114,7 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
     p.vnni = chosen.vnni;
     p.brgemm = usable_brgemm();
     p.prepared = prepared.data_ptr();
+    p.prepared_row = sizes[3];
     Step s{};
     s.rows = rows;
     s.sequences = sequences;
@@ -133,12 +146,16 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
             longest = std::max<int64_t>(longest, s.positions[r] + 1);
         }
     }
-    const int threads = at::get_num_threads();
     if (s.tile_tokens > 1) deal(tile_sequence, tile_first, threads);
     s.sequence_of = sequence_of.data();
     s.tile_sequence = tile_sequence.data();
     s.tile_first = tile_first.data();
     s.tiles = int64_t(tile_sequence.size());
+
+    if (rows <= p.few)
+        choose(Way::few);
+    else if (rows >= OWN_ROWS * threads && k.program_own_rows(p, s))
+        choose(Way::own);
 
     int64_t scratch = 0, partial = 0;
     const int64_t part_tokens = PART_BLOCKS * BLOCK_TOKENS;
@@ -165,14 +182,16 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
 
     auto work = [&](int thread, int team, Barrier* barrier) {
         char* memory = scratch_of_thread(scratch);
-        const bool few = rows <= p.few;
+        const Instruction* instructions = p.instructions + (each ? thread * p.count : 0);
         for (int64_t i = 0; i < p.count; i++) {
-            const Instruction& in = p.instructions[i];
+            const Instruction& in = instructions[i];
             const double begin = seconds && thread == 0 ? now() : 0;
-            if (barrier && (few ? in.barrier_few : in.barrier_many)) barrier->wait();
+            if (barrier && in.meet) barrier->wait();
             const bool attention = is_attention(in.op);
             const int64_t units = attention ? k.program_attention_units(p, s, in) : k.program_units(p, s, in);
-            const int64_t first = units * thread / team, last = units * (thread + 1) / team;
+            const bool whole = in.share == Share::each;
+            const int64_t first = whole ? 0 : units * thread / team;
+            const int64_t last = whole ? units : units * (thread + 1) / team;
             if (first < last)
                 (attention ? k.program_attention_run : k.program_run)(p, s, in, first, last - first, memory);
             if (seconds && thread == 0) seconds[i] += now() - begin;
@@ -196,7 +215,7 @@ void program_run(const at::Tensor& instructions, const at::Tensor& matrices, con
 
 TORCH_LIBRARY_FRAGMENT(hasten_cpu, m) {
     m.def(
-        "program_run(Tensor instructions, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
+        "program_run(Tensor[] ways, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
         "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, int rows, "
         "int sequences, int wanted_rows, Tensor(a!)? times=None) -> ()",
         hasten::program_run);

@@ -1,9 +1,11 @@
 // A decoder as a list of instructions over rows of floats, one row a token; see docs/design/003-serving.md.
 //
 // An instruction is cut into units of work (rows, panels of a matrix, or heads of a sequence); a thread takes
-// a run of neighbouring units. The caller puts barriers between instructions and calls `program_run` from
-// every thread of one parallel region.
+// a run of neighbouring units, or what its share says. The caller puts barriers between instructions and calls
+// `program_run` from every thread of one parallel region.
 #pragma once
+
+#include <algorithm>
 
 #include "../_cpu/kernels.h"
 
@@ -43,9 +45,16 @@ struct Operand {
     int64_t by;  // 0: the row, 1: the row's position, 2: nothing, one vector for all rows
 };
 
+// How a step is run, in the order of `WAYS` in serve/sharing.py, which says what each is for.
+enum class Way : int64_t { few, many, own };
+
+// Who does what of an instruction, as `Share` there.
+enum class Share : int64_t { parts, each, rows };
+
 struct Instruction {
     Op op;
-    int64_t barrier_few, barrier_many;  // whether one stands before it in a step of few rows, and of many
+    int64_t meet;  // whether all threads do before it
+    Share share;
     int64_t selected;                   // its rows are the wanted ones
     int64_t n0, n1;
     Operand dst, a, b, c, d;
@@ -87,10 +96,30 @@ struct Program {
     Cache cache;
     bool bf16, vnni;
     Brgemm brgemm;
-    int64_t few;     // most rows that each thread makes ready for itself
-    void* prepared;  // by `prepare`, for all threads
-    float* partial;  // of attention in parts
+    int64_t few;           // most rows that each thread makes ready for itself
+    void* prepared;        // by `prepare`, for all threads
+    int64_t prepared_row;  // bytes of a row, at most
+    float* partial;        // of attention in parts
 };
+
+// Rows of a tile of products: where threads take rows of their own, whole tiles.
+constexpr int64_t OWN_TILE = 8;
+// Fewest rows of each thread for which it reads all weights itself: reading is then a small part of the work,
+// and tiles are dealt evenly enough.
+constexpr int64_t OWN_ROWS = 128;
+
+// Units of what is done along rows: rows, or tiles of them where threads have rows of their own.
+inline int64_t row_units(const Instruction& in, int64_t rows) {
+    return in.share == Share::rows ? (rows + OWN_TILE - 1) / OWN_TILE : rows;
+}
+struct RowRange {
+    int64_t first, count;
+};
+inline RowRange rows_of_units(const Instruction& in, int64_t rows, int64_t first, int64_t count) {
+    if (in.share != Share::rows) return {first, count};
+    first *= OWN_TILE;
+    return {first, std::min(count * OWN_TILE, rows - first)};
+}
 
 // Instructions along the numbers of one row (cpu_along.cpp).
 void program_along(const Step& s, const Instruction& in, int64_t row);

@@ -268,7 +268,7 @@ void merge(const Program& p, const Step& s, const Instruction& in, int64_t unit,
 }
 
 int64_t units(const Program& p, const Step& s, const Instruction& in) {
-    if (in.op == Op::store) return s.rows;
+    if (in.op == Op::store) return row_units(in, s.rows);
     const int64_t heads = p.layers[in.i[0]].heads;
     if (in.op == Op::merge) return s.parts == 1 ? 0 : s.tiles * heads;
     return s.tiles * heads * s.parts;
@@ -284,7 +284,10 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
          void* scratch) {
-    if (in.op == Op::store) return store_rows(p, s, in, first, count, (float*)scratch);
+    if (in.op == Op::store) {
+        const RowRange rows = rows_of_units(in, s.rows, first, count);
+        return store_rows(p, s, in, rows.first, rows.count, (float*)scratch);
+    }
     if (in.op == Op::merge) {
         for (int64_t unit = first; unit < first + count; unit++) merge(p, s, in, unit, (float*)scratch);
         return;

@@ -163,9 +163,30 @@ PanelProduct product(const Program& p, const Step& s, const Instruction& in) {
 int64_t units(const Program& p, const Step& s, const Instruction& in) {
     const int64_t rows = in.selected ? s.wanted_rows : s.rows;
     if (in.op == Op::experts) return experts_units(p, s, in);
+    if (in.share == Share::rows) return row_units(in, rows);
     if (in.op == Op::linear) return rows ? (p.matrices[in.matrix].N + 15) / 16 : 0;
     if (in.op == Op::prepare) return rows <= p.few ? 0 : rows;
     return rows;
+}
+
+// The part of a product that belongs to rows of a thread's own.
+PanelProduct with_rows(PanelProduct q, const Program& p, int64_t first, int64_t rows) {
+    q.M = rows;
+    q.x += first * q.x_row;
+    if (q.y) q.y += first * q.y_row;
+    if (q.residual) q.residual += first * q.residual_row;
+    // Matrices differ in K, and nobody waits between them: a row's place is the same for all.
+    q.prepared = (char*)p.prepared + first * p.prepared_row;
+    return q;
+}
+
+bool own_rows(const Program& p, const Step& s) {
+    for (int64_t i = 0; i < p.count; i++) {
+        const Instruction& in = p.instructions[i];
+        if (in.op != Op::linear || in.selected) continue;
+        if (p.kernels->panel_form(product(p, s, in)) != PanelForm::bytes) return false;
+    }
+    return true;
 }
 
 struct Memory {
@@ -190,6 +211,15 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
          void* scratch) {
+    if (in.share == Share::rows) {
+        const RowRange rows = rows_of_units(in, s.rows, first, count);
+        first = rows.first, count = rows.count;
+    }
+    if (in.share == Share::rows && (in.op == Op::linear || in.op == Op::prepare)) {
+        const PanelProduct q = with_rows(product(p, s, in), p, first, count);
+        if (in.op == Op::prepare) return p.kernels->panel_prepare(q, 0, count);
+        return p.kernels->panel_product(q, 0, panels_of(q.matrix), scratch);
+    }
     if (in.op == Op::linear) {
         PanelProduct q = product(p, s, in);
         Memory memory(scratch);
@@ -251,6 +281,7 @@ void program_rows_kernels(Kernels& table) {
     table.program_units = units;
     table.program_scratch = scratch_bytes;
     table.program_run = run;
+    table.program_own_rows = own_rows;
 }
 
 }  // namespace hasten
