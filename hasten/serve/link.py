@@ -136,8 +136,8 @@ class Linked:
         )
 
     def ways(self, threads: int) -> list[Tensor]:
-        """The instructions of each of `WAYS`, [threads, n, 45] words of 64 bits, or [1, n, 45] where no thread
-        has memory of its own."""
+        """The instructions of each of `WAYS`, [threads, n, 45] words of 64 bits, or [1, n, 45] where no
+        thread has memory of its own."""
         if threads not in self._ways:
             most = max(place.own_floats for place in self._places.values())
             own = self._own[threads] = _aligned(threads * most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class NativeRunner:
             for window, blocks in zip(program.windows(), linked.cache_settings.blocks, strict=True)
         )
         self._run = torch.ops.hasten_cpu.program_run
+        self._run_greedy = torch.ops.hasten_cpu.program_run_greedy
         self._times: torch.Tensor | None = None
 
     def run(self, step: Step) -> np.ndarray:
@@ -35,18 +37,44 @@ class NativeRunner:
             ShapeError: more rows than `step_tokens`, or more logits than `step_logits`.
         """
         linked, wanted = self._linked, len(step.wanted)
+        self._check(step)
+        self._run(*self._given(step), len(step.tokens), len(step.starts) - 1, wanted, self._times)
+        return linked.logits[:wanted].numpy()
+
+    def run_greedy(self, step: Step, count: int) -> np.ndarray:
+        """See `GreedyRunner`.
+
+        Raises:
+            ShapeError: as `run`; or a sequence has several rows, or one whose logits are not wanted.
+        """
+        self._check(step)
+        sequences = len(step.starts) - 1
+        if not len(step.tokens) == len(step.wanted) == sequences:
+            raise ShapeError(
+                f"{len(step.tokens)} rows of {sequences} sequences, {len(step.wanted)} of them wanted: a run "
+                "of greedy steps takes one row a sequence, all of them wanted"
+            )
+        chosen = torch.empty(count, sequences, dtype=torch.int64)
+        done = self._run_greedy(*self._given(step), self._linked.logits, chosen, self._times)
+        return chosen[:done].numpy()
+
+    def _check(self, step: Step) -> None:
+        wanted = len(step.wanted)
         if len(step.tokens) > self.step_tokens or wanted > self.step_logits:
             raise ShapeError(
                 f"a step of {len(step.tokens)} rows and {wanted} rows of logits; this runner takes "
                 f"{self.step_tokens} and {self.step_logits}"
             )
-        self._run(
-            linked.ways(torch.get_num_threads()), linked.matrices, linked.layers, linked.prepared, linked.sizes,
-            torch.from_numpy(step.tokens), torch.from_numpy(step.positions), torch.from_numpy(step.starts),
-            [torch.from_numpy(table) for table in step.tables], torch.from_numpy(step.wanted),
-            len(step.tokens), len(step.starts) - 1, wanted, self._times,
+
+    def _given(self, step: Step) -> tuple[Any, ...]:
+        linked = self._linked
+        ways = linked.ways(torch.get_num_threads())
+        arrays = (torch.from_numpy(array) for array in (step.tokens, step.positions, step.starts))
+        tables = [torch.from_numpy(table) for table in step.tables]
+        return (
+            ways, linked.matrices, linked.layers, linked.prepared, linked.sizes, *arrays, tables,
+            torch.from_numpy(step.wanted),
         )  # fmt: skip
-        return linked.logits[:wanted].numpy()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[dict[str, float]]:

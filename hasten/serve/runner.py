@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -85,4 +85,18 @@ class Runner(Protocol):
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """For each (source, target) copies the whole block, in order, before it returns."""
+        ...
+
+
+@runtime_checkable
+class GreedyRunner(Runner, Protocol):
+    """One that can run several steps in a call, where each next token is that with the largest logit."""
+
+    def run_greedy(self, step: Step, count: int) -> np.ndarray:
+        """`count` steps one after another; `step` is the first: one row a sequence, all wanted, and blocks
+        for `count` positions.
+
+        Returns: int64 [steps, sequences], the tokens chosen; ties go to the lowest. The steps end early where
+        a row gives no token: a negative number then stands in its place (`hasten.ops.sampling`).
+        """
         ...

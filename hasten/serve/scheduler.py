@@ -17,9 +17,13 @@ from collections import deque
 import numpy as np
 
 from hasten.serve.blocks import BlockManager
-from hasten.serve.runner import Runner, Step
+from hasten.serve.runner import GreedyRunner, Runner, Step
 from hasten.serve.sequence import Sequence, State, blocks_of
 from hasten.serve.speculate import RowCost
+
+_MOST_STEPS = 8
+# Longest run of steps between two looks at what was asked for meanwhile: nobody sees so short a time.
+_RUN_S = 0.02
 
 
 class Entry:
@@ -42,10 +46,12 @@ class Entry:
 class Plan:
     """The entries of a step, and the step itself, whose logits come in the order of the entries."""
 
-    __slots__ = ("decode_only", "entries", "step")
+    __slots__ = ("count", "decode_only", "entries", "step")
 
-    def __init__(self, entries: list[Entry], decode_only: bool, step: Step):
+    def __init__(self, entries: list[Entry], decode_only: bool, step: Step, count: int = 1):
+        """`count`: how many steps can run one after another, without a look at what they give."""
         self.entries = entries
+        self.count = count
         self.decode_only = decode_only
         self.step = step
 
@@ -78,6 +84,8 @@ class Scheduler:
         self._step_logits = runner.step_logits
         self._mixed_tokens = runner.step_tokens if prefill_tokens is None else max(1, prefill_tokens)
         self._draft_tokens = draft_tokens
+        self._runs_ahead = isinstance(runner, GreedyRunner)
+        self._step_s: float | None = None
         self._refused_at = -1
         self._logits_left = runner.step_logits
         groups = len(blocks.groups)
@@ -142,7 +150,37 @@ class Scheduler:
         self._admit(entries, budget, now_s)
         if not entries:
             return None
-        return Plan(entries, len(entries) == decodes, self._step(entries))
+        count = self._run_length(entries) if len(entries) == decodes else 1
+        return Plan(entries, len(entries) == decodes, self._step(entries, count), count)
+
+    def _run_length(self, entries: list[Entry]) -> int:
+        """How many steps of these entries, which all decode, can run before anybody looks at their tokens.
+
+        More than one only where nobody waits and each token depends on its logits alone. Takes the blocks.
+        """
+        if not self._runs_ahead or self.waiting or self._step_s is None or self._draft_tokens:
+            return 1
+        count = min(_MOST_STEPS, int(_RUN_S / self._step_s))
+        if count < 2 or self.blocks.least_available <= len(entries):
+            return 1
+        for entry in entries:
+            sequence = entry.sequence
+            if not sequence.sampler.plain:
+                return 1
+            count = min(count, self._draft_limit(sequence) + 1)
+        for entry in entries:
+            first = entry.sequence.computed
+            count = min(count, self.blocks.grow(entry.sequence, first + count) - first)
+        return count
+
+    def note_decode(self, rows: int, seconds: float) -> None:
+        """What one step in which all sequences decoded took."""
+        self.row_cost.add(rows, seconds)
+        self._step_s = seconds
+
+    def forget_pace(self) -> None:
+        """The next step runs alone."""
+        self._step_s = None
 
     def _plan_decodes(self, entries: list[Entry]) -> None:
         decoding = [sequence for sequence in self.running if sequence.state is State.DECODE]
@@ -253,12 +291,12 @@ class Scheduler:
             lack + spare <= pool.available for lack, pool in zip(lacks, self.blocks.pools, strict=True)
         )
 
-    def _step(self, entries: list[Entry]) -> Step:
-        """Writes the entries to the arrays of a step."""
+    def _step(self, entries: list[Entry], count: int) -> Step:
+        """Writes the entries to the arrays of a step, with blocks for `count` steps."""
         tokens, positions, starts, wanted = self._tokens, self._positions, self._starts, self._wanted
-        width = max(blocks_of(entry.sequence.computed + entry.rows) for entry in entries)
-        count = len(entries)
-        tables = [flat[: count * width].reshape(count, width) for flat in self._tables]
+        width = max(blocks_of(entry.sequence.computed + entry.rows + count - 1) for entry in entries)
+        size = len(entries)
+        tables = [flat[: size * width].reshape(size, width) for flat in self._tables]
         row = logits = 0
         for place, entry in enumerate(entries):
             sequence = entry.sequence
@@ -277,8 +315,8 @@ class Scheduler:
             for table, into in zip(sequence.tables, tables, strict=True):
                 into[place] = table.blocks[:width]
             row = end
-        starts[count] = row
-        return Step(tokens[:row], positions[:row], starts[: count + 1], tuple(tables), wanted[:logits])
+        starts[size] = row
+        return Step(tokens[:row], positions[:row], starts[: size + 1], tuple(tables), wanted[:logits])
 
 
 def _arrival(sequence: Sequence) -> tuple[int, int]:

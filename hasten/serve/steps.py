@@ -17,7 +17,7 @@ import numpy as np
 from hasten.base.errors import HastenError, first_line
 from hasten.serve.blocks import BlockManager
 from hasten.serve.observe import Observer
-from hasten.serve.runner import Runner
+from hasten.serve.runner import GreedyRunner, Runner
 from hasten.serve.scheduler import Entry, Plan, Scheduler
 from hasten.serve.sequence import Sequence, State
 from hasten.serve.speculate import PromptLookup
@@ -119,8 +119,14 @@ class Steps:
                 )
             return
         run_s = perf_counter()
+        rows, count = len(plan.step.tokens), 1
         try:
-            logits = self._runner.run(plan.step)
+            if plan.count > 1:
+                assert isinstance(self._runner, GreedyRunner)  # else the scheduler plans one step
+                chosen = self._runner.run_greedy(plan.step, plan.count)
+                count = len(chosen)
+            else:
+                logits = self._runner.run(plan.step)
         except Exception as error:
             self._fail(plan, error)
             if self._failures >= _MOST_FAILURES:
@@ -129,18 +135,37 @@ class Steps:
         self._failures = 0
         now_s = perf_counter()
         self.runner_s += now_s - run_s
-        self.steps += 1
-        self.step_rows += len(plan.step.tokens)
+        self.steps += count
+        self.step_rows += count * rows
         if plan.decode_only:
-            self._scheduler.row_cost.add(len(plan.step.tokens), now_s - run_s)
-        turns = self._turns(plan.entries, logits)
-        self._choose(turns, logits)
+            self._scheduler.note_decode(rows, (now_s - run_s) / count)
+        if plan.count > 1:
+            turns = self._chosen(plan.entries, chosen)
+        else:
+            turns = self._turns(plan.entries, logits)
+            self._choose(turns, logits)
         for turn in turns:
             if turn.sampled:
                 self._emit(turn, now_s)
         duration_s = perf_counter() - begin_s
         self.busy_s += duration_s
-        self._observer.step(len(plan.step.tokens), len(plan.entries), duration_s)
+        for _ in range(count):
+            self._observer.step(rows, len(plan.entries), duration_s / count)
+
+    def _chosen(self, entries: Items[Entry], chosen: np.ndarray) -> list[_Turn]:
+        """The turns of sequences whose tokens the runner has chosen, [steps, sequences]."""
+        turns = []
+        for entry, tokens in zip(entries, chosen.T.tolist(), strict=True):
+            turn = _Turn(entry.sequence, 0, [])
+            turns.append(turn)
+            if tokens[-1] < 0:
+                # The run ended here: one step alone, whose logits are looked at, says why.
+                self._scheduler.forget_pace()
+                del tokens[-1]
+            for token in tokens:
+                entry.sequence.sampler.accept(token)
+                turn.sampled.append(self._sampling.Sampled(token))
+        return turns
 
     def _turns(self, entries: Items[Entry], logits: np.ndarray) -> list[_Turn]:
         """Notes what the step has computed. Returns: the sequences that get tokens from it."""

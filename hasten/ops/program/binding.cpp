@@ -8,12 +8,14 @@
 #endif
 
 #include <chrono>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "../_cpu/binding.h"
 #include "../panels/cpu.h"
+#include "../sampling/binding.h"
 #include "cpu.h"
 
 namespace hasten {
@@ -210,6 +212,34 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     delete shared.load();
 }
 
+// Steps of one row a sequence, one after another: each row's next token is that with the largest of its logits
+// [S, V]. chosen int64 [count, S]; the number of steps that ran, fewer than `count` where a row of the last has
+// a negative number for a token (see sampling/binding.cpp).
+int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
+                           const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
+                           const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
+                           const at::Tensor& wanted, const at::Tensor& logits, const at::Tensor& chosen,
+                           const std::optional<at::Tensor>& times) {
+    TORCH_CHECK(chosen.dim() == 2 && chosen.scalar_type() == at::kLong && chosen.is_contiguous(),
+                "program_run_greedy: chosen must be contiguous int64 [count, S]; got ", chosen.scalar_type(), " ",
+                chosen.sizes());
+    const int64_t count = chosen.size(0), S = chosen.size(1);
+    TORCH_CHECK(logits.dim() == 2 && logits.size(0) >= S && tokens.numel() == S && wanted.numel() == S,
+                "program_run_greedy: ", S, " sequences with one row each; got ", tokens.numel(), " rows, of which ",
+                wanted.numel(), " are wanted, and logits ", logits.sizes());
+    const at::Tensor now = tokens.clone(), at = positions.clone();
+    std::vector<int64_t> rows(S);
+    std::iota(rows.begin(), rows.end(), 0);
+    int64_t* to = chosen.data_ptr<int64_t>();
+    for (int64_t i = 0; i < count; i++, to += S) {
+        program_run(ways, matrices, layers, prepared, sizes, now, at, starts, tables, wanted, S, S, S, times);
+        if (!argmax_rows(logits, rows, to)) return i + 1;
+        std::copy(to, to + S, now.data_ptr<int32_t>());
+        at.add_(1);
+    }
+    return count;
+}
+
 }  // namespace
 }  // namespace hasten
 
@@ -219,4 +249,9 @@ TORCH_LIBRARY_FRAGMENT(hasten_cpu, m) {
         "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, int rows, "
         "int sequences, int wanted_rows, Tensor(a!)? times=None) -> ()",
         hasten::program_run);
+    m.def(
+        "program_run_greedy(Tensor[] ways, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
+        "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, Tensor logits, "
+        "Tensor(a!) chosen, Tensor(b!)? times=None) -> int",
+        hasten::program_run_greedy);
 }

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "binding.h"
 #include "cpu.h"
 
 namespace hasten {
@@ -67,22 +68,29 @@ void check_ids(const char* what, const int32_t* ids, int64_t n, int64_t step, in
     TORCH_CHECK_INDEX(inside, "sample: a token in ", what, " is outside [0, ", V, ")");
 }
 
-// logits [R, V]; the index of the largest of each row asked for [L], the lowest at ties. -1 for a row with
-// NaN or +infinity, -2 for one of -infinity alone.
-Tensor argmax(const Tensor& logits, at::IntArrayRef rows) {
-    check_logits("argmax", logits);
+}  // namespace
+
+bool argmax_rows(const Tensor& logits, at::IntArrayRef rows, int64_t* tokens) {
     const int64_t L = int64_t(rows.size()), V = logits.size(1);
-    for (int64_t row : rows) check_row("argmax", row, logits);
-    Tensor tokens = at::empty({L}, logits.options().dtype(at::kLong));
     const int64_t size = (V + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK;
     const Tensor scratch = at::empty({slots(L), size}, logits.options());
     const float* from = logits.const_data_ptr<float>();
     float* base = scratch.data_ptr<float>();
-    int64_t* to = tokens.data_ptr<int64_t>();
     const Kernels& kernels = *level().kernels;
     spread(L, [&](int64_t item, int64_t slot) {
-        to[item] = kernels.argmax(from + rows[item] * V, V, base + slot * size);
+        tokens[item] = kernels.argmax(from + rows[item] * V, V, base + slot * size);
     });
+    return std::all_of(tokens, tokens + L, [](int64_t token) { return token >= 0; });
+}
+
+namespace {
+
+// logits [R, V]; the index of the largest of each row asked for [L]; see argmax_rows.
+Tensor argmax(const Tensor& logits, at::IntArrayRef rows) {
+    check_logits("argmax", logits);
+    for (int64_t row : rows) check_row("argmax", row, logits);
+    Tensor tokens = at::empty({int64_t(rows.size())}, logits.options().dtype(at::kLong));
+    argmax_rows(logits, rows, tokens.data_ptr<int64_t>());
     return tokens;
 }
 
