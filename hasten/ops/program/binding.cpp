@@ -83,8 +83,8 @@ const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
 }
 
 // ways: of each Way [threads, n, 45], or [1, n, 45] where no thread has memory of its own; they, matrices and
-// layers are the structures of cpu.h as words of 64 bits, linked by serve/link.py, which keeps alive what they
-// point to. sizes: Cache, few, tile_tokens, prepared_row.
+// layers are the structures of cpu.h as words of 64 bits, linked by serve/link.py, which keeps alive what
+// they point to. sizes: Cache, few, tile_tokens, prepared_row.
 void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
                  const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
                  const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
@@ -212,21 +212,21 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     delete shared.load();
 }
 
-// Steps of one row a sequence, one after another: each row's next token is that with the largest of its logits
-// [S, V]. chosen int64 [count, S]; the number of steps that ran, fewer than `count` where a row of the last has
-// a negative number for a token (see sampling/binding.cpp).
+// Steps of one row a sequence, one after another: each row's next token is that with the largest of its
+// logits [S, V]. chosen int64 [count, S]; the number of steps that ran, fewer than `count` where a row of the
+// last has a negative number for a token (see sampling/binding.cpp).
 int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
                            const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
                            const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
                            const at::Tensor& wanted, const at::Tensor& logits, const at::Tensor& chosen,
                            const std::optional<at::Tensor>& times) {
     TORCH_CHECK(chosen.dim() == 2 && chosen.scalar_type() == at::kLong && chosen.is_contiguous(),
-                "program_run_greedy: chosen must be contiguous int64 [count, S]; got ", chosen.scalar_type(), " ",
-                chosen.sizes());
+                "program_run_greedy: chosen must be contiguous int64 [count, S]; got ", chosen.scalar_type(),
+                " ", chosen.sizes());
     const int64_t count = chosen.size(0), S = chosen.size(1);
     TORCH_CHECK(logits.dim() == 2 && logits.size(0) >= S && tokens.numel() == S && wanted.numel() == S,
-                "program_run_greedy: ", S, " sequences with one row each; got ", tokens.numel(), " rows, of which ",
-                wanted.numel(), " are wanted, and logits ", logits.sizes());
+                "program_run_greedy: ", S, " sequences with one row each; got ", tokens.numel(),
+                " rows, of which ", wanted.numel(), " are wanted, and logits ", logits.sizes());
     const at::Tensor now = tokens.clone(), at = positions.clone();
     std::vector<int64_t> rows(S);
     std::iota(rows.begin(), rows.end(), 0);

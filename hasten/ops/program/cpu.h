@@ -1,8 +1,8 @@
 // A decoder as a list of instructions over rows of floats, one row a token; see docs/design/003-serving.md.
 //
 // An instruction is cut into units of work (rows, panels of a matrix, or heads of a sequence); a thread takes
-// a run of neighbouring units, or what its share says. The caller puts barriers between instructions and calls
-// `program_run` from every thread of one parallel region.
+// a run of neighbouring units, or what its share says. The caller puts barriers between instructions and
+// calls `program_run` from every thread of one parallel region.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ struct Instruction {
     Op op;
     int64_t meet;  // whether all threads do before it
     Share share;
-    int64_t selected;                   // its rows are the wanted ones
+    int64_t selected;  // its rows are the wanted ones
     int64_t n0, n1;
     Operand dst, a, b, c, d;
     int64_t matrix, up;  // -1: none
