@@ -214,6 +214,33 @@ def check(seed: int, form: Format, cache: str, pieces: tuple[int, ...]) -> None:
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.0e}"
 
 
+def check_greedy(seed: int, form: Format, cache: str, count: int = 6) -> None:
+    """Raises AssertionError where steps in one call choose other tokens than steps one at a time."""
+    builder = Builder(seed)
+    program = builder.program(SHAPES[seed % len(SHAPES)])
+    panels = [pack(m, form) if form.dense else quantise(m, form) for m in builder.dense]
+    settings = CacheSettings(cache, tuple(14 for _ in program.windows()))
+    runner = NativeRunner(Linked(program, panels, settings, 8, 8))
+    tables = tuple(np.arange(14, dtype=np.int32).reshape(2, 7) for _ in runner.groups)
+
+    def step(tokens: list[int], position: int) -> Step:
+        places = np.full(2, position, np.int32)
+        return Step(
+            np.array(tokens, np.int32),
+            places,
+            np.arange(3, dtype=np.int32),
+            tables,
+            np.arange(2, dtype=np.int32),
+        )
+
+    first = torch.randint(VOCABULARY, (2,), generator=builder.generator).tolist()
+    expected, tokens = [], first
+    for place in range(count):
+        tokens = runner.run(step(tokens, place)).argmax(-1).tolist()
+        expected.append(tokens)
+    assert runner.run_greedy(step(first, 0), count).tolist() == expected
+
+
 def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
     """Named checks: formats of matrices and of the cache, prompts in one piece and in several."""
     pieces = ((1,) * 5 + (70, 1, 1), (77,), (33, 31, 13), (9, 1, 8, 59))
@@ -228,3 +255,9 @@ def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
                     check(seed, which, cache, cut)
 
                 yield f"program {seed} {which} {cache} {cut}", call
+        for cache in ("float32", "bfloat16", "int8"):
+
+            def greedy(seed=seed, cache=cache) -> None:  # type: ignore[no-untyped-def]
+                check_greedy(seed, FLOAT32 if cache == "float32" else quantised(8), cache)
+
+            yield f"greedy steps {seed} {cache}", greedy
