@@ -92,7 +92,7 @@ class Engine:
         sampling: Any = None,
     ):
         """`tokenizer` None: prompts are tokens and deltas have no text. `sampling`: what has SamplingParams,
-        Sampler and sample; `hasten.serve.sampling` unless given.
+        Sampler, Sampled, sample and score; `hasten.serve.sampling` unless given.
 
         Raises:
             ConfigError: the runner's cache is too small for one sequence.

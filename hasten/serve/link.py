@@ -58,12 +58,12 @@ class Linked:
         self.cache, self.layers = self._cache(cache)
         self._places = {way: self._place(arrange(self.ordered, program.logits, way), way) for way in WAYS}
         self.arena = _aligned(max(place.floats for place in self._places.values()))
-        self.arena_bytes = self.arena.nbytes
         self._ways: dict[int, list[Tensor]] = {}
         self._own: dict[int, Tensor] = {}
         self.ways(torch.get_num_threads())
         widest = max((use.K for use in program.matrices), default=1)
-        self.prepared = _aligned(step_tokens * (widest + 64) + 1024)
+        # Rows of a blocked product are padded to 32.
+        self.prepared = _aligned(-(-step_tokens // 32) * 32 * (widest + 64))
         self.prepared_row = 4 * (widest + 64)
         heads = max((one.n0 // one.ints[2] for one in self.ordered if one.op == "attend"), default=1)
         self.sizes = [CACHES.index(cache.dtype), FEW_ROWS, max(1, TILE_ROWS // heads), self.prepared_row]

@@ -1,4 +1,4 @@
-"""Runs a linked program: one native call a step."""
+"""Runs a linked program: one native call a step, or a run of greedy steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hasten.base.errors import ShapeError
 from hasten.serve.link import Linked
-from hasten.serve.runner import Group, Step
+from hasten.serve.runner import BLOCK_TOKENS, Group, Step
 
 
 class NativeRunner:
@@ -45,7 +45,8 @@ class NativeRunner:
         """See `GreedyRunner`.
 
         Raises:
-            ShapeError: as `run`; or a sequence has several rows, or one whose logits are not wanted.
+            ShapeError: as `run`; or a sequence has several rows, or one whose logits are not wanted, or the
+                steps go beyond its blocks or the context.
         """
         self._check(step)
         sequences = len(step.starts) - 1
@@ -53,6 +54,11 @@ class NativeRunner:
             raise ShapeError(
                 f"{len(step.tokens)} rows of {sequences} sequences, {len(step.wanted)} of them wanted: a run "
                 "of greedy steps takes one row a sequence, all of them wanted"
+            )
+        most = min(self.context_tokens, *(BLOCK_TOKENS * table.shape[1] for table in step.tables))
+        if int(step.positions.max()) + count > most:
+            raise ShapeError(
+                f"{count} steps from position {step.positions.max()} on: there is room for {most} positions"
             )
         chosen = torch.empty(count, sequences, dtype=torch.int64)
         done = self._run_greedy(*self._given(step), self._linked.logits, chosen, self._times)

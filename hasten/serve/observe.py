@@ -56,7 +56,8 @@ class Observer:
         """A choice has its first token."""
 
     def tokens(self, since_last_s: float, count: int) -> None:
-        """A choice has `count` further tokens, more than one where a draft was kept."""
+        """A choice has `count` further tokens, more than one where a draft was kept or several
+        steps ran in one call."""
 
     def finished(
         self, reason: FinishReason, total_s: float, prompt_tokens: int, completion_tokens: int
@@ -64,4 +65,4 @@ class Observer:
         """A choice ended."""
 
     def step(self, rows: int, sequences: int, duration_s: float) -> None:
-        """A step ended."""
+        """A step ended; of several that ran in one call each is told, with the mean duration."""

@@ -97,6 +97,7 @@ class GreedyRunner(Runner, Protocol):
         for `count` positions.
 
         Returns: int64 [steps, sequences], the tokens chosen; ties go to the lowest. The steps end early where
-        a row gives no token: a negative number then stands in its place (`hasten.ops.sampling`).
+        a row gives no token: a negative number then stands in its place (`hasten.ops.sampling`). An error in
+        one of them loses the tokens of those before it.
         """
         ...

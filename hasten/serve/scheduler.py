@@ -5,6 +5,9 @@ prompts (a prompt is cut into pieces that fit) up to the runner's limit, then ad
 there is room. A decoding sequence that needs a block when none is free takes one from the youngest: that one
 loses all its blocks and waits again, first in line, and computes its tokens anew, which changes none of them.
 
+Where all that run decode, want the token with the largest logit and nobody waits, several steps are planned as
+one run, of at most 20 ms.
+
 Someone always advances: the oldest decoding sequence can take blocks from all younger ones; where nobody
 decodes, the oldest prompt takes them from younger prompts; and one sequence alone fits into the cache.
 """
@@ -85,7 +88,9 @@ class Scheduler:
         self._mixed_tokens = runner.step_tokens if prefill_tokens is None else max(1, prefill_tokens)
         self._draft_tokens = draft_tokens
         self._runs_ahead = isinstance(runner, GreedyRunner)
-        self._step_s: float | None = None
+        self._pace: tuple[int, float] | None = None
+        """Rows and seconds of the last step in which all sequences decoded."""
+
         self._refused_at = -1
         self._logits_left = runner.step_logits
         groups = len(blocks.groups)
@@ -158,9 +163,12 @@ class Scheduler:
 
         More than one only where nobody waits and each token depends on its logits alone. Takes the blocks.
         """
-        if not self._runs_ahead or self.waiting or self._step_s is None or self._draft_tokens:
+        if not self._runs_ahead or self.waiting or self._pace is None or self._draft_tokens:
             return 1
-        count = min(_MOST_STEPS, int(_RUN_S / self._step_s))
+        rows, seconds = self._pace
+        if len(entries) > rows:
+            return 1  # how long so many take is not known yet
+        count = min(_MOST_STEPS, int(_RUN_S / seconds))
         if count < 2 or self.blocks.least_available <= len(entries):
             return 1
         for entry in entries:
@@ -176,11 +184,11 @@ class Scheduler:
     def note_decode(self, rows: int, seconds: float) -> None:
         """What one step in which all sequences decoded took."""
         self.row_cost.add(rows, seconds)
-        self._step_s = seconds
+        self._pace = rows, seconds
 
     def forget_pace(self) -> None:
         """The next step runs alone."""
-        self._step_s = None
+        self._pace = None
 
     def _plan_decodes(self, entries: list[Entry]) -> None:
         decoding = [sequence for sequence in self.running if sequence.state is State.DECODE]
@@ -216,7 +224,7 @@ class Scheduler:
     def _draft_limit(self, sequence: Sequence) -> int:
         # The last token of an answer has nothing to be drafted after it.
         left = sequence.params.max_tokens
-        most = self.blocks.context_tokens - len(sequence.tokens)
+        most = self.blocks.context_tokens - len(sequence.tokens) - 1
         if left is not None:
             most = min(most, left - sequence.completion_tokens - 1)
         return most

@@ -2,13 +2,14 @@
 
 A step is run in one of three ways (`WAYS`), by how many rows it has:
 
-`few`: everybody makes rows ready for products itself, so `prepare` is empty. What is done along rows (norms,
-rotary embeddings, sums) every thread does whole, into rows of its own: that is cheaper than meeting.
+`few`: everybody makes rows ready for products itself, so `prepare` is empty. A root that only norms, rotary
+embeddings, sums and other work along rows write, every thread has whole, in rows of its own: that is cheaper
+than meeting.
 
 `many`: work along rows is shared by rows, products by panels of the matrix.
 
-`own`: each thread takes rows of its own through everything but attention and the logits, and reads all
-weights. Rows never leave a core's cache for another core's. Only where products are in integers, whose rows
+`own`: each thread takes rows of its own through everything but attention, experts and what is selected, and
+reads all weights. Rows never leave a core's cache for another core's. Only where products are in integers, whose rows
 can be prepared and multiplied apart.
 
 Barriers. What a thread wrote by rows it may read by rows without meeting the others; every other reading or

@@ -17,7 +17,7 @@ import numpy as np
 from hasten.base.errors import HastenError, first_line
 from hasten.serve.blocks import BlockManager
 from hasten.serve.observe import Observer
-from hasten.serve.runner import GreedyRunner, Runner
+from hasten.serve.runner import Runner
 from hasten.serve.scheduler import Entry, Plan, Scheduler
 from hasten.serve.sequence import Sequence, State
 from hasten.serve.speculate import PromptLookup
@@ -121,9 +121,8 @@ class Steps:
         run_s = perf_counter()
         rows, count = len(plan.step.tokens), 1
         try:
-            if plan.count > 1:
-                assert isinstance(self._runner, GreedyRunner)  # else the scheduler plans one step
-                chosen = self._runner.run_greedy(plan.step, plan.count)
+            if plan.count > 1:  # which is planned for a GreedyRunner alone
+                chosen = self._runner.run_greedy(plan.step, plan.count)  # type: ignore[attr-defined]
                 count = len(chosen)
             else:
                 logits = self._runner.run(plan.step)

@@ -144,6 +144,38 @@ def test_runs_are_no_longer_than_anybody_waits_for(runner: Any, monkeypatch: pyt
     assert not counted.counts
 
 
+def test_runs_end_where_more_sequences_join_than_were_timed() -> None:
+    """A step of many sequences takes longer than one of few did: nobody waits for eight of the former."""
+    torch.manual_seed(0)
+    runner = runner_of(tiny_model("llama").eval(), blocks=200)
+    counted = Counted(runner)
+    times: list[tuple[int, int, float]] = []
+    step_s = 0.001
+
+    def run(step: Step) -> np.ndarray:
+        time.sleep(step_s * (len(step.starts) - 1))
+        return runner.run(step)
+
+    def run_greedy(step: Step, count: int) -> np.ndarray:
+        begin = time.perf_counter()
+        time.sleep(step_s * (len(step.starts) - 1) * count)
+        chosen = runner.run_greedy(step, count)
+        times.append((len(step.starts) - 1, count, time.perf_counter() - begin))
+        return chosen
+
+    counted.run, counted.run_greedy = run, run_greedy
+    with Engine(counted) as engine:
+        first = engine.submit(Request(prompt_tokens=prompt_of(4), params=greedy(150)))
+        next(first)
+        others = [
+            engine.submit(Request(prompt_tokens=prompt_of(4, seed), params=greedy(12))) for seed in range(24)
+        ]
+        for stream in (*others, first):
+            stream.collect()
+    assert any(count > 1 for _, count, _ in times)
+    assert all(sequences * count * step_s <= scheduler._RUN_S for sequences, count, _ in times), times
+
+
 def test_a_cancelled_answer_ends_within_a_run(runner: Any) -> None:
     counted = Counted(runner)
     inner = counted.run_greedy
@@ -202,5 +234,7 @@ def test_a_run_of_the_runner_by_hand_and_what_it_refuses(runner: Any) -> None:
     step = Step(ints(first), ints(30), ints(0, 1), tables, ints(0))
     assert first == expected[0]
     assert runner.run_greedy(step, 8)[:, 0].tolist() == expected[1:]
+    with pytest.raises(ShapeError, match="room for 256 positions"):
+        runner.run_greedy(Step(ints(1), ints(250), ints(0, 1), tables, ints(0)), 8)
     with pytest.raises(ShapeError, match="one row a sequence"):
         runner.run_greedy(Step(ints(1, 2), ints(30, 31), ints(0, 2), tables, ints(1)), 2)

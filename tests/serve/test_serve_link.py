@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from hasten.serve import link
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.native_runner import NativeRunner
 from hasten.serve.program import Program
+from hasten.serve.runner import Step
 from hasten.serve.sharing import WAYS, Share, arrange, plan_arena, with_prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
@@ -161,6 +163,27 @@ def test_no_two_lives_share_a_place(seed: int, way: str) -> None:
                 assert apart or later, (a, b)
         total = sum(root.width for i, root in enumerate(program.roots) if not root.selected and i in offsets)
         assert widths[0] < total or not chosen
+
+
+@needs_kernels
+@pytest.mark.parametrize("step_tokens", [9, 33, 40])
+def test_prepared_rows_have_room_for_whole_blocks_of_them(step_tokens: int) -> None:
+    """Many rows are laid out in blocks of 32, whatever the most of a step: nothing behind the buffer changes."""
+    builder, program = program_of(0)
+    linked = Linked(
+        program, [pack(m, FLOAT32) for m in builder.dense], CacheSettings("float32", (7, 7)), step_tokens, 1
+    )
+    size = linked.prepared.numel()
+    widest = max(use.K for use in program.matrices)
+    assert size >= -(-step_tokens // 32) * 32 * -(-widest // 16) * 16
+    guarded = torch.full((2 * size + 4096,), 7.25)
+    linked.prepared = guarded
+    tokens = torch.randint(program_checks.VOCABULARY, (step_tokens,), generator=builder.generator)
+    rows = np.arange(step_tokens, dtype=np.int32)
+    tables = tuple(np.arange(7, dtype=np.int32)[None] for _ in program.windows())
+    step = Step(tokens.numpy().astype(np.int32), rows, np.array([0, step_tokens], np.int32), tables, rows[-1:])
+    NativeRunner(linked).run(step)
+    assert bool((guarded[size:] == 7.25).all())
 
 
 def test_a_program_as_data_comes_back_the_same() -> None:

@@ -71,7 +71,7 @@ class _Contest(NamedTuple):
 
 
 def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
-    """Measures the limits, runs every contender in every round and the judge, and puts the report together.
+    """Measures the limits again and again, runs every contender in every round and the judge, and puts the report together.
 
     The contenders take turns as `take_turns` says. One that cannot run here is named in `skipped`.
 
@@ -88,10 +88,16 @@ def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
         names, skipped = present(settings.contenders, contest.subject)
         for name, reason in skipped.items():
             screen.warn(f"{name} is left out: {reason}")
-        limit = train.measure_limits(facts.default_dtype().value == "bf16", screen)
-        turns = take_turns(
-            names, settings.rounds, lambda name, number, title: _run(contest, name, title), screen
-        )
+        bf16 = facts.default_dtype().value == "bf16"
+        limit = train.measure_limits(bf16, screen)
+
+        def turn(name: str, number: int, title: str) -> Round:
+            # A shared machine is not the same for minutes: what it can do is asked before every turn.
+            nonlocal limit
+            limit = limit.better(train.measure_limits(bf16, screen))
+            return _run(contest, name, title)
+
+        turns = take_turns(names, settings.rounds, turn, screen)
         judged: dict[str, list[judge.Scored]] = {}
         longest = None
         if turns.interruption is None:
@@ -102,7 +108,7 @@ def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
                     stage = "the longest context"
                     longest = _longest_context(contest, list(turns.outcomes), screen)
                 stage = "the limits"
-                limit = limit.better(train.measure_limits(facts.default_dtype().value == "bf16", screen))
+                limit = limit.better(train.measure_limits(bf16, screen))
             except Interrupted as stopped:
                 turns = turns._replace(interruption=Interruption(signal=str(stopped), during=stage))
     return _report(contest, before, turns, skipped, judged, longest, limit)

@@ -101,7 +101,7 @@ def lines(report: GenerateReport) -> list[str]:
         ]
     limits = report.limits
     found.append(
-        "limits measured before and behind the run: matrix products "
+        "limits, the best of those measured before every turn and behind the run: matrix products "
         f"{limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s, "
         f"reading memory {limits.read_bytes_per_s / 1e9:.1f} GB/s; the bound of decoding is the second over "
         "the bytes of weights and cache that a token reads"

@@ -7,6 +7,8 @@
 #include <immintrin.h>
 #endif
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <numeric>
 #include <optional>
@@ -99,13 +101,13 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     p.kernels = chosen.kernels;
     bool each = false;  // whether every thread has instructions of its own
     const auto choose = [&](Way way) {
-        const at::Tensor& chosen = ways[int(way)];
+        const at::Tensor& words = ways[int(way)];
         each = way == Way::few;
-        TORCH_CHECK(chosen.dim() == 3 && chosen.size(2) == 45 && chosen.size(0) >= (each ? threads : 1),
+        TORCH_CHECK(words.dim() == 3 && words.size(2) == 45 && words.size(0) >= (each ? threads : 1),
                     "program_run: instructions must be [", each ? threads : 1, ", n, 45]; got ",
-                    chosen.sizes());
-        p.instructions = (const Instruction*)chosen.const_data_ptr();
-        p.count = chosen.size(1);
+                    words.sizes());
+        p.instructions = (const Instruction*)words.const_data_ptr();
+        p.count = words.size(1);
     };
     choose(Way::many);
     p.matrices = (const Matrix*)matrices.const_data_ptr();
@@ -224,18 +226,20 @@ int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, cons
                 "program_run_greedy: chosen must be contiguous int64 [count, S]; got ", chosen.scalar_type(),
                 " ", chosen.sizes());
     const int64_t count = chosen.size(0), S = chosen.size(1);
+    TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous(),
+                "program_run_greedy: logits must be contiguous float32; got ", logits.scalar_type());
     TORCH_CHECK(logits.dim() == 2 && logits.size(0) >= S && tokens.numel() == S && wanted.numel() == S,
                 "program_run_greedy: ", S, " sequences with one row each; got ", tokens.numel(),
                 " rows, of which ", wanted.numel(), " are wanted, and logits ", logits.sizes());
-    const at::Tensor now = tokens.clone(), at = positions.clone();
+    const at::Tensor step_tokens = tokens.clone(), step_positions = positions.clone();
     std::vector<int64_t> rows(S);
     std::iota(rows.begin(), rows.end(), 0);
     int64_t* to = chosen.data_ptr<int64_t>();
     for (int64_t i = 0; i < count; i++, to += S) {
-        program_run(ways, matrices, layers, prepared, sizes, now, at, starts, tables, wanted, S, S, S, times);
+        program_run(ways, matrices, layers, prepared, sizes, step_tokens, step_positions, starts, tables, wanted, S, S, S, times);
         if (!argmax_rows(logits, rows, to)) return i + 1;
-        std::copy(to, to + S, now.data_ptr<int32_t>());
-        at.add_(1);
+        std::copy(to, to + S, step_tokens.data_ptr<int32_t>());
+        step_positions.add_(1);
     }
     return count;
 }
