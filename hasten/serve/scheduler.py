@@ -5,8 +5,8 @@ prompts (a prompt is cut into pieces that fit) up to the runner's limit, then ad
 there is room. A decoding sequence that needs a block when none is free takes one from the youngest: that one
 loses all its blocks and waits again, first in line, and computes its tokens anew, which changes none of them.
 
-Where all that run decode, want the token with the largest logit and nobody waits, several steps are planned as
-one run, of at most 20 ms.
+Where all that run decode, want the token with the largest logit and nobody waits, several steps are planned
+as one run, of at most 20 ms.
 
 Someone always advances: the oldest decoding sequence can take blocks from all younger ones; where nobody
 decodes, the oldest prompt takes them from younger prompts; and one sequence alone fits into the cache.

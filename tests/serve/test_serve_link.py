@@ -168,7 +168,7 @@ def test_no_two_lives_share_a_place(seed: int, way: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("step_tokens", [9, 33, 40])
 def test_prepared_rows_have_room_for_whole_blocks_of_them(step_tokens: int) -> None:
-    """Many rows are laid out in blocks of 32, whatever the most of a step: nothing behind the buffer changes."""
+    """Many rows are laid out in blocks of 32, whatever the most of a step: nothing behind it changes."""
     builder, program = program_of(0)
     linked = Linked(
         program, [pack(m, FLOAT32) for m in builder.dense], CacheSettings("float32", (7, 7)), step_tokens, 1
@@ -181,7 +181,9 @@ def test_prepared_rows_have_room_for_whole_blocks_of_them(step_tokens: int) -> N
     tokens = torch.randint(program_checks.VOCABULARY, (step_tokens,), generator=builder.generator)
     rows = np.arange(step_tokens, dtype=np.int32)
     tables = tuple(np.arange(7, dtype=np.int32)[None] for _ in program.windows())
-    step = Step(tokens.numpy().astype(np.int32), rows, np.array([0, step_tokens], np.int32), tables, rows[-1:])
+    step = Step(
+        tokens.numpy().astype(np.int32), rows, np.array([0, step_tokens], np.int32), tables, rows[-1:]
+    )
     NativeRunner(linked).run(step)
     assert bool((guarded[size:] == 7.25).all())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,30 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: st
     others = ByHand(runner, 3)
     others.feed({0: prompts[0][:149], 1: prompts[1], 2: prompts[2]})
     assert np.array_equal(others.feed({1: [9], 0: prompts[0][149:], 2: [9]})[1], expected[0])
+
+
+@pytest.mark.parametrize("rows", [2, 300])
+def test_fewer_threads_than_were_asked_for_do_all_the_work(rows: int):
+    """As where the runtime gives no more: OMP_THREAD_LIMIT holds for the whole process."""
+    code = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "graph")]!r}
+import numpy as np, torch
+from programs import ByHand, runner_of
+from hasten.models import tiny_model
+from hasten.ops.panels import named
+torch.manual_seed(0)
+runner = runner_of(tiny_model("llama").eval(), named("int4m"), step_tokens=300)
+prompts = {{s: torch.randint(3, 250, ({rows} // 2,)).tolist() for s in range(2)}}
+found = []
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    found.append(ByHand(runner, 2).feed(prompts, every=False))
+assert torch.get_num_threads() == 2
+assert np.array_equal(*found)
+"""
+    given = os.environ | {"OMP_THREAD_LIMIT": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], env=given, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -71,7 +71,8 @@ class _Contest(NamedTuple):
 
 
 def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
-    """Measures the limits again and again, runs every contender in every round and the judge, and puts the report together.
+    """Measures the limits again and again, runs every contender in every round and the judge, and puts the
+    report together.
 
     The contenders take turns as `take_turns` says. One that cannot run here is named in `skipped`.
 

@@ -236,7 +236,8 @@ int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, cons
     std::iota(rows.begin(), rows.end(), 0);
     int64_t* to = chosen.data_ptr<int64_t>();
     for (int64_t i = 0; i < count; i++, to += S) {
-        program_run(ways, matrices, layers, prepared, sizes, step_tokens, step_positions, starts, tables, wanted, S, S, S, times);
+        program_run(ways, matrices, layers, prepared, sizes, step_tokens, step_positions, starts, tables,
+                    wanted, S, S, S, times);
         if (!argmax_rows(logits, rows, to)) return i + 1;
         std::copy(to, to + S, step_tokens.data_ptr<int32_t>());
         step_positions.add_(1);
