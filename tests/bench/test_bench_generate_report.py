@@ -115,6 +115,18 @@ def example() -> report.GenerateReport:
     )
 
 
+def test_a_round_is_held_to_the_limits_of_its_own_time():
+    """Memory is twice as fast in one round, and the rate follows it: the share is the same in all."""
+    slow, fast = LIMITS, LIMITS.model_copy(update={"read_bytes_per_s": 2 * LIMITS.read_bytes_per_s})
+    rounds = [
+        _round(0.2, seconds).model_copy(update={"limits": limits})
+        for seconds, limits in ((0.03, slow), (0.015, fast), (0.03, slow))
+    ]
+    got = _contender("hasten", *rounds)
+    assert got.share_of_bound == pytest.approx(100 / 200)
+    assert got.bound_tokens_per_s == pytest.approx(2e10 / 1e8)
+
+
 def test_medians_rates_and_shares():
     got = _contender(
         "hasten", _round(0.1, 0.02, 9.0), _round(0.2, 0.03, 3.0, 3 * 10**9), _round(0.4, 0.06, 4.0)

@@ -90,7 +90,16 @@ def summarise(
     warm = [run for entry in rounds for run in entry.runs[1:]]
     first_token_s = statistics.median(run.first_token_s for run in warm)
     decode = (sizes.new_tokens - 1) / statistics.median(run.decode_s for run in warm)
-    bound_tokens_per_s = limits.read_bytes_per_s / (sizes.weight_bytes + sizes.cache_bytes)
+    read_bytes = sizes.weight_bytes + sizes.cache_bytes
+    # Each round is held to what the machine could do at that time.
+    at_hand = [entry.limits or limits for entry in rounds]
+    bounds = [now.read_bytes_per_s / read_bytes for now in at_hand]
+    shares, prefill_shares = [], []
+    for entry, now, bound in zip(rounds, at_hand, bounds, strict=True):
+        decode_s = statistics.median(run.decode_s for run in entry.runs[1:])
+        prefill_s = statistics.median(run.first_token_s for run in entry.runs[1:])
+        shares.append((sizes.new_tokens - 1) / decode_s / bound)
+        prefill_shares.append(sizes.prefill_flops / prefill_s / now.gemm_flops_per_s)
     starts = [entry.start_to_first_token_s for entry in rounds]
     streams = {
         str(group[0].streams): _together(group)
@@ -109,10 +118,10 @@ def summarise(
         peak_rss_bytes=int(statistics.median(entry.peak_rss_bytes for entry in rounds)),
         weight_bytes=sizes.weight_bytes,
         cache_bytes=sizes.cache_bytes,
-        bound_tokens_per_s=bound_tokens_per_s,
-        share_of_bound=decode / bound_tokens_per_s,
+        bound_tokens_per_s=statistics.median(bounds),
+        share_of_bound=statistics.median(shares),
         prefill_flops_per_s=sizes.prefill_flops / first_token_s,
-        prefill_share_of_limit=sizes.prefill_flops / first_token_s / limits.gemm_flops_per_s,
+        prefill_share_of_limit=statistics.median(prefill_shares),
         repeatable=all(entry.tokens == rounds[0].tokens for entry in rounds),
         text=text,
         streams=streams,

@@ -78,6 +78,8 @@ class Round(Frozen):
     held_weight_bytes: int | None = None
     """Of all weights as the contender holds them; null where it does not say."""
     note: str | None = None
+    limits: Limits | None = None
+    """The better of what the machine could do just before and just behind; null in older reports."""
     where: dict[str, dict[str, float]] | None = None
     """Seconds by operation of `prefill` (a prompt) and of `decode` (a token); null where not asked for, or
     where the contender cannot tell."""
@@ -107,12 +109,12 @@ class Contender(Frozen):
     cache_bytes: int
     """What one decode step reads of keys and values, half of the answer being there."""
     bound_tokens_per_s: float
-    """The measured read bandwidth over the two."""
+    """The measured read bandwidth over the two; of each round that of its own limits, where it has any."""
     share_of_bound: float
-    """`decode_tokens_per_s` over it; above 1 where the caches of the processor hold a part."""
+    """Tokens per second over it, in each round; above 1 where the caches of the processor hold a part."""
     prefill_flops_per_s: float
     prefill_share_of_limit: float
-    """Over the measured matrix-product peak."""
+    """Over the measured matrix-product peak, in each round."""
     repeatable: bool
     """Every round gave the same tokens."""
     text: str | None

@@ -90,13 +90,15 @@ def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
         for name, reason in skipped.items():
             screen.warn(f"{name} is left out: {reason}")
         bf16 = facts.default_dtype().value == "bf16"
-        limit = train.measure_limits(bf16, screen)
+        limit = now = train.measure_limits(bf16, screen)
 
         def turn(name: str, number: int, title: str) -> Round:
-            # A shared machine is not the same for minutes: what it can do is asked before every turn.
-            nonlocal limit
-            limit = limit.better(train.measure_limits(bf16, screen))
-            return _run(contest, name, title)
+            # A shared machine is not the same for minutes: what it can do is asked around every turn.
+            nonlocal limit, now
+            outcome, before = _run(contest, name, title), now
+            now = train.measure_limits(bf16, screen)
+            limit = limit.better(now)
+            return outcome.model_copy(update={"limits": before.better(now)})
 
         turns = take_turns(names, settings.rounds, turn, screen)
         judged: dict[str, list[judge.Scored]] = {}
@@ -108,8 +110,6 @@ def bench_generate(settings: Settings, screen: Screen) -> GenerateReport:
                 if settings.longest_context:
                     stage = "the longest context"
                     longest = _longest_context(contest, list(turns.outcomes), screen)
-                stage = "the limits"
-                limit = limit.better(train.measure_limits(bf16, screen))
             except Interrupted as stopped:
                 turns = turns._replace(interruption=Interruption(signal=str(stopped), during=stage))
     return _report(contest, before, turns, skipped, judged, longest, limit)

@@ -101,10 +101,10 @@ def lines(report: GenerateReport) -> list[str]:
         ]
     limits = report.limits
     found.append(
-        "limits, the best of those measured before every turn and behind the run: matrix products "
+        "limits, the best of those measured before and behind every turn: matrix products "
         f"{limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s, "
-        f"reading memory {limits.read_bytes_per_s / 1e9:.1f} GB/s; the bound of decoding is the second over "
-        "the bytes of weights and cache that a token reads"
+        f"reading memory {limits.read_bytes_per_s / 1e9:.1f} GB/s; the bound of decoding is what is "
+        "read around a contender's own turns over the bytes of weights and cache that a token reads"
     )
     for name, contender in report.contenders.items():
         if contender.note:
