@@ -158,7 +158,7 @@ class Engine:
                 sequence.arrival = (self._arrivals, sequence.index)
             self._submitted.append(Job(stream, sequences))
             self._queued += 1
-            self._changed.notify()
+            self._notify()
         return stream
 
     def _refuse(self) -> None:
@@ -213,7 +213,12 @@ class Engine:
         if self._thread.is_alive():
             with self._changed:
                 self._cancelled.append(stream)
-                self._changed.notify()
+                self._notify()
+
+    def _notify(self) -> None:
+        """Wakes the engine's thread, or ends the run of steps that it is in; under the condition's lock."""
+        self._steps.interrupt[0] = 1
+        self._changed.notify()
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, finishes what it has within `drain_s` seconds, ends the rest with an error,
@@ -222,7 +227,7 @@ class Engine:
             if self._stopped is None:
                 self._stopped = "it was stopped"
             self._abort_at_s = perf_counter() + drain_s
-            self._changed.notify()
+            self._notify()
         self._thread.join()
 
     def __enter__(self) -> Engine:
@@ -278,6 +283,7 @@ class Engine:
             submitted, cancelled = list(self._submitted), list(self._cancelled)
             self._submitted.clear()
             self._cancelled.clear()
+            self._steps.interrupt[0] = 0
             stopped, abort_at_s = self._stopped is not None, self._abort_at_s
         for job in submitted:
             self._steps.add(job)

@@ -41,7 +41,7 @@ class NativeRunner:
         self._run(*self._given(step), len(step.tokens), len(step.starts) - 1, wanted, self._times)
         return linked.logits[:wanted].numpy()
 
-    def run_greedy(self, step: Step, count: int) -> np.ndarray:
+    def run_greedy(self, step: Step, count: int, interrupt: np.ndarray | None = None) -> np.ndarray:
         """See `GreedyRunner`.
 
         Raises:
@@ -61,7 +61,8 @@ class NativeRunner:
                 f"{count} steps from position {step.positions.max()} on: there is room for {most} positions"
             )
         chosen = torch.empty(count, sequences, dtype=torch.int64)
-        done = self._run_greedy(*self._given(step), self._linked.logits, chosen, self._times)
+        stop = torch.from_numpy(np.zeros(1, np.int32) if interrupt is None else interrupt)
+        done = self._run_greedy(*self._given(step), self._linked.logits, chosen, stop, self._times)
         return chosen[:done].numpy()
 
     def _check(self, step: Step) -> None:

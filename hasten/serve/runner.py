@@ -92,9 +92,10 @@ class Runner(Protocol):
 class GreedyRunner(Runner, Protocol):
     """One that can run several steps in a call, where each next token is that with the largest logit."""
 
-    def run_greedy(self, step: Step, count: int) -> np.ndarray:
+    def run_greedy(self, step: Step, count: int, interrupt: np.ndarray | None = None) -> np.ndarray:
         """`count` steps one after another; `step` is the first: one row a sequence, all wanted, and blocks
-        for `count` positions.
+        for `count` positions. Where another thread writes to `interrupt`, int32 [1] and 0 before, the step
+        that runs is the last.
 
         Returns: int64 [steps, sequences], the tokens chosen; ties go to the lowest. The steps end early where
         a row gives no token: a negative number then stands in its place (`hasten.ops.sampling`). An error in

@@ -74,6 +74,9 @@ class Steps:
         self.prompt_tokens = self.generated_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.steps = self.step_rows = 0
         self.runner_s = self.busy_s = 0.0
+        self.interrupt = np.zeros(1, np.int32)
+        """Anything but 0: a run of steps ends with the one that runs. Other threads write it."""
+
         self._runner = runner
         self._scheduler = scheduler
         self._blocks: BlockManager = scheduler.blocks
@@ -124,7 +127,8 @@ class Steps:
         try:
             if plan.count > 1:
                 # Planned for a GreedyRunner alone; to ask it again would take 11 us.
-                chosen = cast("GreedyRunner", self._runner).run_greedy(plan.step, plan.count)
+                greedy = cast("GreedyRunner", self._runner)
+                chosen = greedy.run_greedy(plan.step, plan.count, self.interrupt)
                 count = len(chosen)
             else:
                 logits = self._runner.run(plan.step)

@@ -39,8 +39,8 @@ class Counted:
         if not alone:
             self.run_greedy = self._counted
 
-    def _counted(self, step: Step, count: int) -> np.ndarray:
-        chosen = self._runner.run_greedy(step, count)
+    def _counted(self, step: Step, count: int, interrupt: Any = None) -> np.ndarray:
+        chosen = self._runner.run_greedy(step, count, interrupt)
         self.counts.append(len(chosen))
         return chosen
 
@@ -156,10 +156,10 @@ def test_runs_end_where_more_sequences_join_than_were_timed() -> None:
         time.sleep(step_s * (len(step.starts) - 1))
         return runner.run(step)
 
-    def run_greedy(step: Step, count: int) -> np.ndarray:
+    def run_greedy(step: Step, count: int, interrupt: Any = None) -> np.ndarray:
         time.sleep(step_s * (len(step.starts) - 1) * count)
         runs.append((len(step.starts) - 1, count))
-        return runner.run_greedy(step, count)
+        return runner.run_greedy(step, count, interrupt)
 
     counted.run, counted.run_greedy = run, run_greedy
     with Engine(counted) as engine:
@@ -178,9 +178,9 @@ def test_a_cancelled_answer_ends_within_a_run(runner: Any) -> None:
     counted = Counted(runner)
     inner = counted.run_greedy
 
-    def slow(step: Step, count: int) -> np.ndarray:
+    def slow(step: Step, count: int, interrupt: Any = None) -> np.ndarray:
         time.sleep(0.02)
-        return inner(step, count)
+        return inner(step, count, interrupt)
 
     counted.run_greedy = slow
     with Engine(counted) as engine:
@@ -195,6 +195,33 @@ def test_a_cancelled_answer_ends_within_a_run(runner: Any) -> None:
         assert engine.stats().pools[0].held == 0
 
 
+@pytest.mark.parametrize("ask", ["cancel", "submit", "stop"])
+def test_a_run_ends_with_the_step_in_which_somebody_asks(runner: Any, ask: str) -> None:
+    counted, inner, asked = Counted(runner), [], []
+    engine = Engine(counted, settings=EngineSettings())
+    first = engine.submit(Request(prompt_tokens=prompt_of(5), params=greedy(200)))
+
+    def interrupted(step: Step, count: int, interrupt: Any = None) -> np.ndarray:
+        if not asked:  # as another thread would while the first step runs
+            asked.append(count)
+            if ask == "cancel":
+                first.cancel()
+            elif ask == "submit":
+                inner.append(engine.submit(Request(prompt_tokens=prompt_of(6), params=greedy(3))))
+            else:
+                with engine._changed:
+                    engine._notify()
+        return counted._counted(step, count, interrupt)
+
+    counted.run_greedy = interrupted
+    reasons = [delta.finish_reason for delta in first]
+    engine.stop()
+    assert asked[0] > 1
+    assert counted.counts[0] == 1
+    assert reasons[-1] == ("cancelled" if ask == "cancel" else "length")
+    assert all(len(stream.collect()[0].tokens) == 3 for stream in inner)
+
+
 def test_a_row_without_a_token_says_why_and_the_others_go_on() -> None:
     """A cache with a NaN behind the first sequence's prompt, as an overflow would leave it."""
     torch.manual_seed(0)
@@ -203,12 +230,12 @@ def test_a_row_without_a_token_says_why_and_the_others_go_on() -> None:
     counted = Counted(runner)
     inner = counted._counted
 
-    def poisoned(step: Step, count: int) -> np.ndarray:
+    def poisoned(step: Step, count: int, interrupt: Any = None) -> np.ndarray:
         if len(counted.counts) == 2:
             for row, block in enumerate(step.tables[0][:, 0]):
                 if step.positions[row] > 60:  # the long one
                     runner._linked.cache[0].view(BLOCKS, -1)[block].fill_(float("nan"))
-        return inner(step, count)
+        return inner(step, count, interrupt)
 
     counted.run_greedy = poisoned
     with Engine(counted, settings=EngineSettings(prefix_cache=False)) as engine:

@@ -216,12 +216,13 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
 
 // Steps of one row a sequence, one after another: each row's next token is that with the largest of its
 // logits [S, V]. chosen int64 [count, S]; the number of steps that ran, fewer than `count` where a row of the
-// last has a negative number for a token (see sampling/binding.cpp).
+// last has a negative number for a token (see sampling/binding.h), or where another thread has made the
+// number in interrupt int32 [1] something else than 0.
 int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
                            const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
                            const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
                            const at::Tensor& wanted, const at::Tensor& logits, const at::Tensor& chosen,
-                           const std::optional<at::Tensor>& times) {
+                           const at::Tensor& interrupt, const std::optional<at::Tensor>& times) {
     TORCH_CHECK(chosen.dim() == 2 && chosen.scalar_type() == at::kLong && chosen.is_contiguous(),
                 "program_run_greedy: chosen must be contiguous int64 [count, S]; got ", chosen.scalar_type(),
                 " ", chosen.sizes());
@@ -235,7 +236,9 @@ int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, cons
     std::vector<int64_t> rows(S);
     std::iota(rows.begin(), rows.end(), 0);
     int64_t* to = chosen.data_ptr<int64_t>();
+    const int32_t* stop = ints(interrupt, 1, "interrupt");
     for (int64_t i = 0; i < count; i++, to += S) {
+        if (i > 0 && __atomic_load_n(stop, __ATOMIC_RELAXED)) return i;
         program_run(ways, matrices, layers, prepared, sizes, step_tokens, step_positions, starts, tables,
                     wanted, S, S, S, times);
         if (!argmax_rows(logits, rows, to)) return i + 1;
@@ -257,6 +260,6 @@ TORCH_LIBRARY_FRAGMENT(hasten_cpu, m) {
     m.def(
         "program_run_greedy(Tensor[] ways, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
         "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, Tensor logits, "
-        "Tensor(a!) chosen, Tensor(b!)? times=None) -> int",
+        "Tensor(a!) chosen, Tensor interrupt, Tensor(b!)? times=None) -> int",
         hasten::program_run_greedy);
 }
