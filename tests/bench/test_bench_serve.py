@@ -36,7 +36,7 @@ if mode == "dies":
     print("no model here", flush=True)
     sys.exit(3)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-busy = []
+busy, door = [], threading.Lock()
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments): pass
@@ -49,12 +49,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/v1/completions" and asked["stream"] and asked["model"] == "fake"
-        if mode == "refuses" and len(busy) > 0:
+        with door:
+            refused = mode == "refuses" and len(busy) > 0
+            if not refused:
+                busy.append(1)
+            crossed = mode == "mixes" and len(busy) > 1
+        if refused:
             self.send_response(429)
             self.end_headers()
             return
-        busy.append(1)
-        crossed = mode == "mixes" and len(busy) > 1
         self.send_response(200)
         self.end_headers()
         time.sleep(0.02)
@@ -63,9 +66,9 @@ class Handler(BaseHTTPRequestHandler):
             self.say({"choices": [{"text": digest + " ", "finish_reason": None}]})
             time.sleep(0.005)
         usage = {"completion_tokens": asked["max_tokens"], "prompt_tokens": 1}
+        busy.pop()  # before the last words: whoever has read them may ask again at once
         self.say({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\\n\\n")
-        busy.pop()
     def say(self, event):
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
         self.wfile.flush()
