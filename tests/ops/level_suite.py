@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cache_checks
 import panels_checks
 import program_checks
 import torch
@@ -92,7 +93,7 @@ def check_values(smallest: bool) -> tuple[int, list[str]]:
             except (AssertionError, RuntimeError) as error:
                 failures.append(f"{check.__name__} {case} {dtype}: {type(error).__name__}: {error}")
     if native.state().level is not None:
-        suites = (panels_checks.suite, program_checks.suite)
+        suites = (panels_checks.suite, program_checks.suite, cache_checks.suite)
         for name, call in (check for suite in suites for check in suite(smallest)):
             checks += 1
             try:

@@ -21,6 +21,7 @@ from hasten.serve.runner import Step
 from hasten.serve.sharing import WAYS, Share, arrange, plan_arena, with_prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+import cache_checks
 import program_checks
 
 needs_kernels = pytest.mark.skipif(native.state().level is None, reason=native.state().reason)
@@ -37,7 +38,8 @@ def test_every_instruction_at_every_number_of_threads(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for _, call in list(program_checks.suite())[:: 1 if threads == 1 else 7]:
+        checks = [*program_checks.suite(), *cache_checks.suite()]
+        for _, call in checks[:: 1 if threads == 1 else 7]:
             call()
     finally:
         torch.set_num_threads(before)

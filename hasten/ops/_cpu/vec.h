@@ -223,6 +223,12 @@ inline void store_part(T* p, VF v, int n) {
     std::memcpy(p, tmp, n * sizeof(T));
 }
 
+// The nearest integers, ties to even, of numbers below 2^22 in size.
+inline VI rounded_to_int(VF v) {
+    // 1.5 * 2^23: adding it rounds to an integer, whose bits are then the lowest.
+    return (VI)(v + 12582912.0f) - 0x4b400000;
+}
+
 inline VF maximum(VF a, VF b) {
     return a > b ? a : b;
 }

@@ -226,19 +226,19 @@ struct Gemm {
     uint32_t* transposed;  // scratch for the left operand of a product over rows, for brgemm alone
 
     // C [M, N] (+)= A B, A row-major.
-    HASTEN_BF16_TARGET void operator()(int64_t M, int64_t N, int64_t K, const uint32_t* A, int64_t lda,
-                                       const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
-                                       bool add) const {
+    HASTEN_PAIRS_TARGET void operator()(int64_t M, int64_t N, int64_t K, const uint32_t* A, int64_t lda,
+                                        const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
+                                        bool add) const {
         if (brgemm && Unit::per_unit == 2)
             brgemm(M, N, 2 * K, 2 * lda, ldb, ldc, add, A, B, C);
         else
-            gemm<Unit>(M, N, K, A, lda, 1, B, ldb, C, ldc, add);
+            gemm<Unit>(M, N, {K, A, lda, 1, B, ldb, C, ldc, add});
     }
 
     // C [M, N] (+)= A^T B, A stored [K units][lda].
-    HASTEN_BF16_TARGET void left_transposed(int64_t M, int64_t N, int64_t K, const uint32_t* A, int64_t lda,
-                                            const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
-                                            bool add) const {
+    HASTEN_PAIRS_TARGET void left_transposed(int64_t M, int64_t N, int64_t K, const uint32_t* A, int64_t lda,
+                                             const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
+                                             bool add) const {
         if (brgemm && Unit::per_unit == 2) {
             for (int64_t k0 = 0; k0 < K; k0 += 16)
                 for (int64_t m = 0; m < M; m++)
@@ -246,7 +246,7 @@ struct Gemm {
                         transposed[m * K + k] = A[k * lda + m];
             brgemm(M, N, 2 * K, 2 * K, ldb, ldc, add, transposed, B, C);
         } else {
-            gemm<Unit>(M, N, K, A, 1, lda, B, ldb, C, ldc, add);
+            gemm<Unit>(M, N, {K, A, 1, lda, B, ldb, C, ldc, add});
         }
     }
 };

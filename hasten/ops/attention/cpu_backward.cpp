@@ -8,7 +8,7 @@ namespace {
 
 // Rows m and m + 1 as pairs, or row m alone where a unit is a float.
 template <class Unit>
-HASTEN_BF16_TARGET inline void store_pair(uint32_t* to, VF low, VF high) {
+HASTEN_PAIRS_TARGET inline void store_pair(uint32_t* to, VF low, VF high) {
     if constexpr (Unit::per_unit == 1) {
         store((float*)to, low);
     } else {
@@ -64,7 +64,7 @@ inline void store_gradient(T* to, const float* from, int64_t n, float scale) {
 }
 
 template <class T, class Unit>
-HASTEN_BF16_TARGET void backward(const Attention& a, int64_t item, void* memory) {
+HASTEN_PAIRS_TARGET void backward(const Attention& a, int64_t item, void* memory) {
     const Layout l(a, true);
     const int64_t part = item % a.parts, head = item / a.parts, b = head / a.Hkv, hk = head % a.Hkv;
     const uint32_t* packed = a.packed + head * a.packed_stride;

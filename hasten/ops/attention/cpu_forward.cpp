@@ -82,8 +82,8 @@ bool pack(const Attention& a, bool backward, int64_t item) {
 // Turns products into probabilities relative to the new maximum, for columns [0, n): `unit_row` gets them as
 // left operands. Returns the factor for what was summed before.
 template <class Unit>
-HASTEN_BF16_TARGET inline float softmax_row(const Row& row, float* s, int64_t n, int64_t n_bias,
-                                            float& largest, float& total, uint32_t* unit_row) {
+HASTEN_PAIRS_TARGET inline float softmax_row(const Row& row, float* s, int64_t n, int64_t n_bias,
+                                             float& largest, float& total, uint32_t* unit_row) {
     if (row.begin >= row.end) {
         std::memset(unit_row, 0, size_t(n / Unit::per_unit) * 4);
         return 1;
@@ -172,7 +172,7 @@ inline void finish_block(const Attention& a, const Layout& l, const Block& block
 }
 
 template <class T, class Unit>
-HASTEN_BF16_TARGET void forward(const Attention& a, int64_t item, void* memory) {
+HASTEN_PAIRS_TARGET void forward(const Attention& a, int64_t item, void* memory) {
     const Layout l(a, false);
     const Block block(a, l, item, a.parts);
     const int64_t count = block.q1 - block.q0, M = l.group * count;

@@ -13,7 +13,7 @@ void write_floats(const float* x, int64_t K, int64_t words, uint32_t* to, int64_
 #if defined(__AVX512F__)
 // `words` words of two values each, zeros behind the end.
 template <class Unit>
-HASTEN_BF16_TARGET void write_pairs(const float* x, int64_t K, int64_t words, uint32_t* to, int64_t width) {
+HASTEN_PAIRS_TARGET void write_pairs(const float* x, int64_t K, int64_t words, uint32_t* to, int64_t width) {
     for (int64_t k = 0; k < 2 * words; k += W) {
         const VF v = k + W <= K ? load(x + k) : k < K ? load_part(x + k, int(K - k)) : VF{};
         const VH halves = narrow_fast(v);

@@ -26,7 +26,7 @@ struct WideStep {
 struct StepPairBF16 {
     static constexpr int per_step = 2, x_words = 1;
     template <int MR>
-    HASTEN_BF16_TARGET static inline VF add(VF sum, const uint32_t* x, VU w) {
+    HASTEN_PAIRS_TARGET static inline VF add(VF sum, const uint32_t* x, VU w) {
         return PairBF16::multiply_add(sum, x, w);
     }
 };
@@ -35,7 +35,8 @@ struct StepPairBF16 {
 constexpr int64_t AHEAD = 6144;
 
 template <class Step, int MR>
-HASTEN_BF16_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
+HASTEN_PAIRS_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x,
+                                 float* out) {
     constexpr int64_t steps = UNITS / Step::x_words;
     const uint8_t* w = m.data + panel * m.panel_bytes + part * 4 * W;
     VF total[MR];

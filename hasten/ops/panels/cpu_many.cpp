@@ -31,14 +31,14 @@ struct Unpacked<Float> {
 #if defined(__AVX512F__)
 template <>
 struct Unpacked<PairBF16> {
-    HASTEN_BF16_TARGET static inline VU rounded(VF even, VF odd) {
+    HASTEN_PAIRS_TARGET static inline VU rounded(VF even, VF odd) {
         alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
         return (VU)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
     }
-    HASTEN_BF16_TARGET static inline void codes(VU q, VF scale, VF minimum, uint32_t* to, int64_t ldb) {
+    HASTEN_PAIRS_TARGET static inline void codes(VU q, VF scale, VF minimum, uint32_t* to, int64_t ldb) {
         VF w[4];
         for (int i = 0; i < 4; i++)
             w[i] = __builtin_convertvector((VI)((q >> (8 * i)) & 255u), VF) * scale + minimum;
@@ -52,8 +52,8 @@ struct Unpacked<PairBF16> {
 
 // Weights of k0 .. k0 + count - 1 (k0 a multiple of 128, count rounded up to a block) of one part of a panel.
 template <class Unit, int BITS, int U>
-HASTEN_BF16_TARGET void unpack_codes(const Matrix& m, int64_t panel, int64_t part, int64_t k0, int64_t count,
-                                     uint32_t* to, int64_t ldb) {
+HASTEN_PAIRS_TARGET void unpack_codes(const Matrix& m, int64_t panel, int64_t part, int64_t k0, int64_t count,
+                                      uint32_t* to, int64_t ldb) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
     const uint8_t* group = groups.panel(m, panel) + k0 / m.group * groups.bytes;
@@ -68,8 +68,8 @@ HASTEN_BF16_TARGET void unpack_codes(const Matrix& m, int64_t panel, int64_t par
 }
 
 template <class Unit>
-HASTEN_BF16_TARGET void unpack(const Matrix& m, int64_t panel, int64_t part, int64_t k0, int64_t count,
-                               uint32_t* to, int64_t ldb) {
+HASTEN_PAIRS_TARGET void unpack(const Matrix& m, int64_t panel, int64_t part, int64_t k0, int64_t count,
+                                uint32_t* to, int64_t ldb) {
     const uint8_t* w = m.data + panel * m.panel_bytes + part * 4 * W;
     switch (m.format) {
         case Panel::f32:
@@ -102,8 +102,8 @@ HASTEN_BF16_TARGET void unpack(const Matrix& m, int64_t panel, int64_t part, int
 
 // C [rows, 16 panels] = rows [row, row + rows) of x times panels of the matrix.
 template <class Unit>
-HASTEN_BF16_TARGET void multiply(const PanelProduct& p, const Matrix& m, int64_t panel, int64_t panels,
-                                 int64_t row, int64_t rows, uint32_t* B, float* C) {
+HASTEN_PAIRS_TARGET void multiply(const PanelProduct& p, const Matrix& m, int64_t panel, int64_t panels,
+                                  int64_t row, int64_t rows, uint32_t* B, float* C) {
     const int64_t columns = panels * LANES, words = words_of(form_of(p), m.K);
     for (int64_t index = 0; index * UNITS < words; index++) {
         const RowsBlock block(p, index, words);
@@ -115,7 +115,7 @@ HASTEN_BF16_TARGET void multiply(const PanelProduct& p, const Matrix& m, int64_t
                 unpack<Unit>(m, panel + i, part, k, values, B + i * LANES + part * W, columns);
         const uint32_t* x = block.data + row * block.words;
         if (Unit::per_unit == 1 || !p.brgemm) {
-            gemm<Unit>(rows, columns, units, x, block.words, 1, B, columns, C, columns, index > 0);
+            gemm<Unit>(rows, columns, {units, x, block.words, 1, B, columns, C, columns, index > 0});
             continue;
         }
         std::memset(B + units * columns, 0, size_t((block.words - units) * columns) * 4);
@@ -126,7 +126,7 @@ HASTEN_BF16_TARGET void multiply(const PanelProduct& p, const Matrix& m, int64_t
 }
 
 template <class Unit>
-HASTEN_BF16_TARGET void many(const PanelProduct& p, int64_t first, int64_t count, void* scratch) {
+HASTEN_PAIRS_TARGET void many(const PanelProduct& p, int64_t first, int64_t count, void* scratch) {
     uint32_t* B = (uint32_t*)((uintptr_t(scratch) + 63) / 64 * 64);
     float* sums = (float*)(B + UNITS * PANELS * LANES);
     float* factors = sums + round_up(std::min(p.M, ROWS), ROWS_STEP) * PANELS * LANES;

@@ -5,10 +5,6 @@
 namespace hasten {
 namespace {
 
-// 1.5 * 2^23: adding it rounds to the nearest integer, whose bits are then the lowest.
-constexpr float ROUNDING = 12582912.0f;
-constexpr int32_t ROUNDING_BITS = 0x4b400000;
-
 // The largest of |x| over a block of floats, as bits: NaN is above infinity, which is above the rest.
 inline uint32_t largest_bits(const float* x) {
     VI top{};
@@ -54,7 +50,7 @@ inline void write_block(const float* x, uint32_t* to, int64_t width) {
     int32_t low = 0, high = 0;
     if (finite) {
         for (int64_t i = 0; i < BLOCK; i += W) {
-            const VI rounded = (VI)(load(x + i) * inverse + ROUNDING) - ROUNDING_BITS;
+            const VI rounded = rounded_to_int(load(x + i) * inverse);
             (i < BLOCK / 2 ? low : high) += narrow_bytes(rounded, bytes + i);
         }
     }
@@ -129,8 +125,8 @@ inline bool write_blocks(const float* x, int64_t x_row, uint32_t* to) {
     __m512i halves[8], bytes[4];
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++) {
-        const VI low = (VI)(v[r][0] * factors[r] + ROUNDING) - ROUNDING_BITS;
-        const VI high = (VI)(v[r][1] * factors[r] + ROUNDING) - ROUNDING_BITS;
+        const VI low = rounded_to_int(v[r][0] * factors[r]);
+        const VI high = rounded_to_int(v[r][1] * factors[r]);
         halves[r] = _mm512_packs_epi32((__m512i)low, (__m512i)high);
     }
     // Quarter l: words l and 4 + l of the first row, then of the second.

@@ -7,7 +7,7 @@
 namespace hasten {
 namespace {
 
-constexpr int64_t T = BLOCK_TOKENS;
+constexpr int64_t T = BLOCK_TOKENS, PART_TOKENS = PART_BLOCKS * T;
 
 inline const float* row_of(const Operand& o, int64_t row, int64_t head) {
     return o.base + row * o.row_stride + head * o.s0;
@@ -30,12 +30,12 @@ struct Head {
 // The same in bytes: K as pairs [D / 2, 32], V as pairs of tokens [16, Dv padded], and one scale for each
 // token.
 struct Bytes {
-    int8_t *k, *v;
+    uint16_t *k, *v;  // pairs
     float *k_scale, *v_scale;
     Bytes(const CacheLayer& c, uint32_t* block, int64_t h) {
-        k = (int8_t*)Head(c, block, h).k;
-        v = k + 2 * c.d_units * T;
-        k_scale = (float*)(v + T * c.dv_pad);
+        k = (uint16_t*)Head(c, block, h).k;
+        v = k + c.d_units * T;
+        k_scale = (float*)(v + T / 2 * c.dv_pad);
         v_scale = k_scale + T;
     }
 };

@@ -8,68 +8,11 @@
 
 #include "../_cpu/rows.h"
 #include "cache.h"
-#include "scores.h"
 #include "softmax.h"
+#include "span.h"
 
 namespace hasten {
 namespace {
-
-// Bytes as bf16, exactly; `n` a multiple of 32.
-template <class Unit>
-inline void widen_bytes(const int8_t* from, uint32_t* to, int64_t n) {
-    typedef int8_t B __attribute__((vector_size(W)));
-    for (int64_t i = 0; i < n; i += W) {
-        B bytes;
-        std::memcpy(&bytes, from + i, sizeof bytes);
-        const VF wide = __builtin_convertvector(__builtin_convertvector(bytes, VI), VF);
-        store_half((uint16_t*)to + i, narrow_bits((VU)wide >> 16));
-    }
-}
-
-#if defined(__AVX512F__)
-template <>
-HASTEN_BF16_TARGET inline void widen_bytes<PairBF16>(const int8_t* from, uint32_t* to, int64_t n) {
-    for (int64_t i = 0; i < n; i += 32) {
-        const auto wide = [](const int8_t* at) {
-            return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-        };
-        const __m512 low = wide(from + i), high = wide(from + i + 16);
-        _mm512_storeu_si512((uint16_t*)to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-}
-#endif
-
-// Brings bytes into the second-level cache.
-inline void fetch(const int8_t* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-
-// One tile of queries of one KV head over one part of its keys.
-struct Tile {
-    int64_t head, part, sequence, first, tokens, M;  // rows [first, first + tokens) of the step
-    int64_t begin, end;                              // blocks
-    int64_t index;
-
-    Tile(const Program& p, const Step& s, const Instruction& in, const CacheLayer& c, int64_t unit) {
-        index = unit;
-        part = unit % s.parts;
-        unit /= s.parts;
-        head = unit % c.heads;
-        const int64_t tile = unit / c.heads;
-        sequence = s.tile_sequence[tile];
-        first = s.tile_first[tile];
-        tokens = std::min<int64_t>(s.tile_tokens, s.starts[sequence + 1] - first);
-        M = tokens * (in.n0 / c.heads);
-        const int64_t window = in.i[3], last = s.positions[first + tokens - 1];
-        const int64_t oldest = window ? std::max<int64_t>(0, s.positions[first] - window + 1) : 0;
-        begin = oldest / T;
-        end = last / T + 1;
-        if (s.tile_tokens > 1) return;
-        // A part is the same keys whatever else is in the step, so that a sequence's result is, too.
-        begin = std::max(begin, part * PART_BLOCKS);
-        end = std::min(end, (part + 1) * PART_BLOCKS);
-    }
-};
 
 // f(m, row, head) for the rows of a tile, without a division for each.
 template <class F>
@@ -115,132 +58,85 @@ __attribute__((noinline)) void fold(int64_t M, int64_t width, float* o, float* l
     }
 }
 
-template <class Unit, bool BYTES>
-HASTEN_BF16_TARGET void attend(const Program& p, const Step& s, const Instruction& in, const Tile& t,
-                               const Tile& after, char* memory) {
+// Queries [M, units] for products with keys. Returned with integers: what they are multiplied by.
+template <class Unit>
+void take_queries(const Step& s, const Instruction& in, const Tile& t, const CacheLayer& c, uint32_t* q,
+                  float* scales, int32_t* positions, float* slopes) {
+    const float limit = integer_limit(2 * c.d_units);
+    each_row(t, in.n0 / c.heads, [&](int64_t m, int64_t row, int64_t h) {
+        const float* x = row_of(in.a, row, h);
+        uint32_t* to = q + m * c.d_units;
+        to[c.d_units - 1] = 0;  // the second of a pair, where D is odd
+        if constexpr (Unit::integers)
+            scales[m] = to_integers(x, c.D, limit, (int16_t*)to);
+        else if constexpr (Unit::per_unit == 2)
+            each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
+        else
+            std::memcpy(to, x, size_t(c.D) * 4);
+        positions[m] = s.positions[row];
+        if (in.c.base) slopes[m] = in.c.base[h];
+    });
+}
+
+// `fresh`: the unit before was not of this tile and head, whose queries are then there.
+template <class Unit>
+HASTEN_PAIRS_TARGET void attend(const Program& p, const Step& s, const Instruction& in, const Tile& t,
+                                const Tile& after, bool fresh, char* memory) {
     const CacheLayer& c = p.layers[in.i[0]];
-    const int64_t group = in.n0 / c.heads;
-    constexpr int64_t P_UNITS = T / Unit::per_unit;
     auto take = [&memory](int64_t floats) {
         float* at = (float*)memory;
         memory += (floats * 4 + 63) / 64 * 64;
         return at;
     };
     uint32_t* q = (uint32_t*)take(t.M * c.d_units);
-    float *scores = take(t.M * 2 * T), *o = take(t.M * c.dv_pad);
-    float *largest = take(t.M + W), *total = take(t.M + W), *slopes = take(in.c.base ? t.M : 0);
     int32_t* positions = (int32_t*)take(t.M);
-    uint32_t* weights = (uint32_t*)take(t.M * 2 * P_UNITS);
-    uint32_t* widened = (uint32_t*)take(BYTES ? std::max(2 * c.d_units * T, P_UNITS * c.dv_pad) : 0);
-    float *k_scales = take(BYTES ? 2 * T : 0), *v_scales = take(BYTES ? 2 * T : 0);
-    const int64_t first_part = t.begin / PART_BLOCKS,
-                  parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - first_part : 0;
-    float *sum_o = take(parts > 1 ? t.M * c.dv_pad : 0), *sum_largest = take(t.M + W),
-          *sum_total = take(t.M + W);
-    each_row(t, group, [&](int64_t m, int64_t row, int64_t h) {
-        const float* x = row_of(in.a, row, h);
-        uint32_t* to = q + m * c.d_units;
-        if (Unit::per_unit == 1) {
-            std::memcpy(to, x, size_t(c.D) * 4);
-        } else {
-            to[c.d_units - 1] = 0;
-            each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
-        }
-        positions[m] = s.positions[row];
-        if (in.c.base) slopes[m] = in.c.base[h];
-    });
-    const auto nothing = [&](float* of_largest, float* of_total) {
-        std::fill_n(of_largest, t.M, -INF);
-        std::fill_n(of_total, t.M, 0.0f);
-    };
-    nothing(largest, total);
-    nothing(sum_largest, sum_total);
-    Rows rows{};
-    rows.M = t.M, rows.o_width = c.dv_pad, rows.window = in.i[3];
-    rows.scores = scores, rows.weights = weights, rows.o = o, rows.largest = largest, rows.total = total;
+    float *slopes = take(t.M), *q_scales = take(t.M), *factors = take(t.M + W);
+    float *scores = take(t.M * PART_TOKENS), *o = take(t.M * c.dv_pad);
+    uint32_t* weights = (uint32_t*)take(t.M * (PART_TOKENS / Unit::per_unit));
+    float *largest = take(t.M + W), *total = take(t.M + W);
+    float *sum_o = take(t.M * c.dv_pad), *sum_largest = take(t.M + W), *sum_total = take(t.M + W);
+    if (fresh) take_queries<Unit>(s, in, t, c, q, q_scales, positions, slopes);
+    Rows<Unit> rows{};
+    rows.M = t.M, rows.window = in.i[3];
+    rows.scores = scores, rows.weights = weights, rows.largest = largest, rows.total = total;
     rows.positions = positions, rows.slopes = in.c.base ? slopes : nullptr;
-    rows.k_scales = k_scales, rows.v_scales = v_scales;
+    rows.q_scales = q_scales, rows.factors = factors;
     rows.scale = float(in.f[0]), rows.softcap = float(in.f[1]);
-    std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
-    if (parts > 1) std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
-    // Blocks lie anywhere, so the processor cannot guess the next one: it is this tile's, or one of the first
-    // of the tile that this thread works on next.
-    struct Next {
-        uint32_t* block;  // null: none
-        int64_t head;
-    };
-    const auto following = [&](int64_t block, int64_t i) -> Next {
-        const bool own = block + 2 < t.end;
-        const Tile& of = own ? t : after;
-        const int64_t index = own ? block + 2 : after.begin + i;
-        return {index < of.end ? block_of(c, s, of.sequence, index) : nullptr, of.head};
-    };
-    // Two blocks at a time: what a row costs beside its products counts once for 64 keys. Pairs and parts
-    // begin at the same keys for every row, whatever its window and whatever shares its tile.
-    for (int64_t b = t.begin / 2 * 2; b < t.end; b += 2) {
-        const int64_t low = b < t.begin ? 1 : 0, pair = std::min<int64_t>(2, t.end - b);
-        const bool both = TWO_BLOCKS && low == 0 && pair == 2;
-        const uint32_t *keys[2] = {}, *ahead[2] = {};
-        for (int64_t i = low; i < pair; i++) {
-            uint32_t* block = block_of(c, s, t.sequence, b + i);
-            keys[i] = Head(c, block, t.head).k;
-            const Next next = following(b + i, i);
-            if constexpr (BYTES) {
-                const Bytes bytes(c, block, t.head);
-                widen_bytes<Unit>(bytes.k, widened + i * c.d_units * T, 2 * c.d_units * T);
-                keys[i] = widened + i * c.d_units * T;
-                std::memcpy(k_scales + i * T, bytes.k_scale, T * 4);
-                std::memcpy(v_scales + i * T, bytes.v_scale, T * 4);
-                if (next.block) fetch(Bytes(c, next.block, next.head).k, 2 * c.d_units * T);
-            } else if (next.block) {
-                ahead[i] = Head(c, next.block, next.head).k;
-            }
-            if (both) continue;
-            if (ahead[i])
-                gemm<Unit, true>(t.M, T, c.d_units, q, c.d_units, 1, keys[i], T, scores + i * T, 2 * T, false,
-                                 ahead[i]);
-            else
-                gemm<Unit>(t.M, T, c.d_units, q, c.d_units, 1, keys[i], T, scores + i * T, 2 * T, false);
+    const int64_t part = t.begin / PART_BLOCKS,
+                  parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - part : 0;
+    if (parts != 1) {
+        std::memset(sum_o, 0, size_t(t.M * c.dv_pad) * 4);
+        std::fill_n(sum_largest, t.M, -INF);
+        std::fill_n(sum_total, t.M, 0.0f);
+    }
+    Span<Unit> span(c, s, t, part);
+    for (int64_t i = 0; i < parts; i++) {
+        // Blocks lie anywhere, so the processor cannot guess the next ones: they are this tile's, or the
+        // first of the tile that this thread works on next.
+        const bool last = i + 1 == parts;
+        const Span<Unit> next(c, s, last ? after : t, last ? after.begin / PART_BLOCKS : part + i + 1);
+        scores_of<Unit>(t.M, c.d_units, q, span, next, scores);
+        rows.from = span.low * T, rows.keys = span.high * T, rows.first_key = (part + i) * PART_TOKENS;
+        rows.span = &span;
+        if constexpr (Unit::integers) {
+            VF top{};
+            for (int64_t j = rows.from; j < rows.keys; j += W)
+                top = maximum(top, finite_or_zero(rows.v_scales(j)));
+            rows.v_largest = max_or_nan(top);
+            next.fetch_scales();
         }
-        if (both)
-            scores_of_two<Unit>(t.M, c.d_units, q, keys, scores, ahead[0] && ahead[1] ? ahead : nullptr);
-        rows.from = low * T, rows.keys = pair * T, rows.first_key = b * T;
-        if (rows.keys - rows.from == 2 * T)
-            online_softmax<Unit, BYTES, true>(rows);
+        if (rows.keys - rows.from == PART_TOKENS)
+            softmax_of<Unit, true>(rows);
         else
-            online_softmax<Unit, BYTES, false>(rows);
-        for (int64_t i = low; i < pair; i++) {
-            // Values behind the last visible one are not read: they may be another sequence's.
-            const int64_t behind = s.positions[t.first + t.tokens - 1] - (b + i) * T + 1;
-            const int64_t used = (std::min<int64_t>(T, behind) + Unit::per_unit - 1) / Unit::per_unit;
-            uint32_t* block = block_of(c, s, t.sequence, b + i);
-            const uint32_t* V = Head(c, block, t.head).v;
-            if constexpr (BYTES) {
-                widen_bytes<Unit>(Bytes(c, block, t.head).v, widened, T * c.dv_pad);
-                V = widened;
-            }
-            const Next next = following(b + i, i);
-            if (BYTES || !next.block) {
-                if (next.block) fetch(Bytes(c, next.block, next.head).v, T * c.dv_pad);
-                gemm<Unit>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
-                           c.dv_pad, true);
-            } else {
-                const uint32_t* ahead = Head(c, next.block, next.head).v;
-                gemm<Unit, true>(t.M, c.dv_pad, used, weights + i * P_UNITS, 2 * P_UNITS, 1, V, c.dv_pad, o,
-                                 c.dv_pad, true, ahead);
-            }
-        }
-        if (parts > 1 && ((b + 2) % PART_BLOCKS == 0 || b + 2 >= t.end)) {
-            fold(t.M, c.dv_pad, sum_o, sum_largest, sum_total, o, largest, total);
-            nothing(largest, total);
-            std::memset(o, 0, size_t(t.M * c.dv_pad) * 4);
-        }
+            softmax_of<Unit, false>(rows);
+        // Values behind the last visible one are not read: they may be another sequence's.
+        const int64_t seen = s.positions[t.first + t.tokens - 1] - rows.first_key + 1;
+        values_of<Unit>(t.M, c.dv_pad, weights, span, next, (seen + Unit::per_unit - 1) / Unit::per_unit,
+                        factors, o);
+        if (parts > 1) fold(t.M, c.dv_pad, sum_o, sum_largest, sum_total, o, largest, total);
+        span = next;
     }
-    if (parts > 1) {
-        o = sum_o;
-        largest = sum_largest;
-        total = sum_total;
-    }
+    if (parts != 1) o = sum_o, largest = sum_largest, total = sum_total;
     if (s.parts == 1) return write_results(in, t, c, o, largest, total);
     float* to = p.partial + t.index * t.M * (c.dv_pad + 2);
     std::memcpy(to, o, size_t(t.M * c.dv_pad) * 4);
@@ -278,8 +174,7 @@ int64_t scratch_bytes(const Program& p, const Step& s, const Instruction& in) {
     const CacheLayer& c = p.layers[in.i[0]];
     if (in.op == Op::store) return store_floats(c) * 4;
     const int64_t M = s.tile_tokens * (in.n0 / c.heads);
-    const int64_t widened = std::max(2 * c.d_units * T, T / 2 * c.dv_pad) + 4 * T;
-    return (M * (c.d_units + 4 * T + 2 * c.dv_pad + 6) + widened + 4 * W) * 4 + 1024;
+    return (M * (c.d_units + 2 * PART_TOKENS + 2 * c.dv_pad + 8) + 5 * W) * 4 + 1024;
 }
 
 void run(const Program& p, const Step& s, const Instruction& in, int64_t first, int64_t count,
@@ -292,19 +187,20 @@ void run(const Program& p, const Step& s, const Instruction& in, int64_t first, 
         for (int64_t unit = first; unit < first + count; unit++) merge(p, s, in, unit, (float*)scratch);
         return;
     }
-    auto function = attend<Float, false>;
-    if (p.cache == Cache::bf16) function = attend<WidenedBF16, false>;
-    if (p.cache == Cache::bytes) function = attend<WidenedBF16, true>;
+    auto function = attend<Float>;
+    if (p.cache == Cache::bf16) function = attend<WidenedBF16>;
+    if (p.cache == Cache::bytes) function = attend<PairIntegers>;
 #if defined(__AVX512F__)
-    if (p.bf16 && p.cache == Cache::bf16) function = attend<PairBF16, false>;
-    if (p.bf16 && p.cache == Cache::bytes) function = attend<PairBF16, true>;
+    if (p.cache == Cache::bf16 && p.bf16) function = attend<PairBF16>;
+    if (p.cache == Cache::bytes && p.vnni) function = attend<PairIntegersVNNI>;
 #endif
     const CacheLayer& c = p.layers[in.i[0]];
     for (int64_t unit = first; unit < first + count; unit++) {
         const Tile tile(p, s, in, c, unit);
+        const bool fresh = unit == first || unit % s.parts == 0;
         // Behind the last unit there is nothing to fetch ahead: the tile itself, whose blocks are here.
         const Tile after(p, s, in, c, std::min(unit + 1, first + count - 1));
-        function(p, s, in, tile, after, (char*)scratch);
+        function(p, s, in, tile, after, fresh, (char*)scratch);
     }
 }
 

@@ -1,9 +1,9 @@
 // Writes keys and values to the paged cache, one token or, where a pair of them is at hand, two at a time.
 #include <algorithm>
-#include <cmath>
 
 #include "../_cpu/rows.h"
 #include "cache.h"
+#include "integers.h"
 
 namespace hasten {
 namespace {
@@ -15,27 +15,6 @@ inline const float* neighbours(const float* x, int64_t stride, int64_t n, float*
     return buffer;
 }
 
-// n values as bytes, and the scale that they are multiplied by: NaN or infinite where one of them is.
-inline float to_bytes(const float* x, int64_t n, int8_t* to) {
-    typedef int8_t B __attribute__((vector_size(W)));
-    VF top{};
-    each_vector(n, [&](int64_t d, auto lanes) {
-        const VF size = (VF)((VU)get(x + d, lanes) & 0x7fffffffu);
-        top = ((size > top) | (size != size)) ? size : top;
-    });
-    const float scale = max_or_nan(top) / 127, inverse = scale > 0 ? 1 / scale : 0;
-    each_vector(n, [&](int64_t d, auto lanes) {
-        const VF v = get(x + d, lanes) * inverse;
-        // A NaN is in no range.
-        const VF fitting = ((v >= splat(-127.5f)) & (v <= splat(127.5f))) ? v : VF{};
-        // 1.5 * 2^23: adding it rounds to the nearest integer, whose bits are then the lowest.
-        const VI rounded = (VI)(fitting + 12582912.0f) - 0x4b400000;
-        const B bytes = __builtin_convertvector(rounded, B);
-        std::memcpy(to + d, &bytes, size_t(int(lanes)));
-    });
-    return scale;
-}
-
 inline void to_bf16(const float* x, int64_t n, uint16_t* to) {
     each_vector(n, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
 }
@@ -44,10 +23,10 @@ void store_bytes(const CacheLayer& c, uint32_t* block, int64_t h, int64_t place,
                  const float* v, int8_t* buffer) {
     const Bytes b(c, block, h);
     buffer[c.D] = 0;  // the second of a pair, where D is odd
-    b.k_scale[place] = to_bytes(k, c.D, buffer);
-    for (int64_t u = 0; u < c.d_units; u++) std::memcpy(b.k + 2 * (u * T + place), buffer + 2 * u, 2);
-    b.v_scale[place] = to_bytes(v, c.Dv, buffer);
-    int8_t* to = b.v + place / 2 * 2 * c.dv_pad + place % 2;
+    b.k_scale[place] = to_integers(k, c.D, 127, buffer);
+    for (int64_t u = 0; u < c.d_units; u++) std::memcpy(b.k + u * T + place, buffer + 2 * u, 2);
+    b.v_scale[place] = to_integers(v, c.Dv, 127, buffer);
+    int8_t* to = (int8_t*)(b.v + place / 2 * c.dv_pad) + place % 2;
     for (int64_t d = 0; d < c.Dv; d++) to[2 * d] = buffer[d];
 }
 

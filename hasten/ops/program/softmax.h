@@ -1,5 +1,5 @@
-// The online softmax of attention over a cache, for rows of scores of two blocks of keys: what is shared by
-// rows (largest, factor, sum) is computed for W of them at once, in vectors with a row in each lane.
+// The softmax of attention over a cache, for rows of scores of a part of the keys: what a row has one of
+// (largest, sum) is computed for W of them at once, in vectors with a row in each lane.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "../_cpu/gemm.h"
 #include "cache.h"
+#include "span.h"
 
 namespace hasten {
 namespace {
@@ -15,7 +16,7 @@ namespace {
 constexpr float LOG2E = 1.44269504088896341f;
 
 // Pairs of bf16 where the processor has no products of them.
-struct WidenedBF16 {
+struct WidenedBF16 : FloatSums {
     static constexpr int per_unit = 2;
     static inline VF multiply_add(VF acc, const uint32_t* a, VU b) {
         const VU pair = *a - VU{};
@@ -60,10 +61,6 @@ struct Largest {
     }
     VF end() const { return odd ? splat(__builtin_nanf("")) : (VF)top; }
 };
-// A bit for each lane that is not 1.
-inline unsigned not_one(VF v) {
-    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(1), _CMP_NEQ_UQ);
-}
 #else
 inline VF sums_of_rows(const VF* v) {
     VF y;
@@ -80,107 +77,124 @@ struct Largest {
     void add(VF v) { top = ((v > top) | (v != v)) ? v : top; }
     VF end() const { return top; }
 };
-inline unsigned not_one(VF v) {
-    unsigned bits = 0;
-    for (int r = 0; r < W; r++) bits |= unsigned(v[r] != 1) << r;
-    return bits;
-}
 #endif
 
-// M rows of scores [M, 2 T], of which places [from, keys) are there, and what is kept of the rows before.
-// Arrays over rows have W places more than rows.
+// M rows of scores [M, PART_TOKENS], of which places [from, keys) are there. Arrays over rows have W places
+// more than rows.
+template <class Unit>
 struct Rows {
-    int64_t M, from, keys, o_width;
-    float *scores, *o, *largest, *total;
-    uint32_t* weights;         // [M, 2 T / per_unit]
+    int64_t M, from, keys;
+    float *scores, *largest, *total;
+    uint32_t* weights;         // [M, PART_TOKENS / per_unit]
     const int32_t* positions;  // of the rows
     const float* slopes;       // of the rows, or null
-    const float *k_scales, *v_scales;
     float scale, softcap;
     int64_t window, first_key;
+    // With integers: the largest finite scale of a value; what queries are multiplied by, and what sums of
+    // weights times values will be.
+    const Span<Unit>* span;
+    float v_largest;
+    const float* q_scales;
+    float* factors;
+
+    VF k_scales(int64_t j) const { return load(span->k_scales[j / T] + j % T); }
+    VF v_scales(int64_t j) const { return load(span->v_scales[j / T] + j % T); }
 };
 
+inline VF finite_or_zero(VF v) {
+    return v < splat(INF) ? v : VF{};
+}
+
 // Scores of a row times LOG2E, ready for powers; returns the largest in each lane. FULL: all places are
-// there.
-template <bool BYTES, bool FULL>
-inline VF prepare_scores(const Rows& r, int64_t m) {
-    const int64_t from = FULL ? 0 : r.from, keys = FULL ? 2 * T : r.keys;
-    float* x = r.scores + m * 2 * T;
-    const float scale = r.scale * LOG2E;
+// there. v_largest becomes the largest scale of a visible value.
+template <class Unit, bool FULL>
+inline VF prepare_scores(const Rows<Unit>& r, int64_t m, float& v_largest) {
+    const int64_t from = FULL ? 0 : r.from, keys = FULL ? PART_TOKENS : r.keys;
+    float* x = r.scores + m * PART_TOKENS;
+    const float given = Unit::integers ? r.scale * r.q_scales[m] : r.scale, scale = given * LOG2E;
     const int32_t seen = r.positions[m] - int32_t(r.first_key);  // the last visible place
     const int32_t oldest = r.window ? seen - int32_t(r.window) + 1 : INT32_MIN;
     Largest top;
-    if (seen >= keys - 1 && oldest <= 0 && r.softcap == 0 && !r.slopes) {
-#pragma GCC unroll 4
+    if (seen >= keys - 1 && oldest <= from && r.softcap == 0 && !r.slopes) {
+        v_largest = r.v_largest;
+#pragma GCC unroll 8
         for (int64_t j = from; j < keys; j += W) {
             VF v = load(x + j) * scale;
-            if (BYTES) v = v * load(r.k_scales + j);
+            if constexpr (Unit::integers) v = v * r.k_scales(j);
             store(x + j, v);
             top.add(v);
         }
         return top.end();
     }
     const VI lane = lane_numbers();
+    VF v_top{};
     for (int64_t j = from; j < keys; j += W) {
-        VF v = load(x + j) * (r.softcap == 0 ? scale : r.scale);
-        if (BYTES) v = v * load(r.k_scales + j);
+        VF v = load(x + j) * (r.softcap == 0 ? scale : given);
+        if constexpr (Unit::integers) v = v * r.k_scales(j);
         if (r.softcap != 0) v = tanh_of(v / r.softcap) * (r.softcap * LOG2E);
         const VI at = lane + int32_t(j);
         if (r.slopes) v = v + __builtin_convertvector(at - seen, VF) * (r.slopes[m] * LOG2E);
-        v = ((at <= seen) & (at >= oldest)) ? v : splat(-INF);
+        const VI visible = (at <= seen) & (at >= oldest);
+        v = visible ? v : splat(-INF);
+        if constexpr (Unit::integers) v_top = maximum(v_top, visible ? finite_or_zero(r.v_scales(j)) : VF{});
         store(x + j, v);
         top.add(v);
     }
+    v_largest = max_or_nan(v_top);
     return top.end();
 }
 
-// Weights of a row; returns their sum in each lane.
-template <class Unit, bool BYTES, bool FULL>
-HASTEN_BF16_TARGET inline VF put_weights(const Rows& r, int64_t m, float shift) {
-    const int64_t from = FULL ? 0 : r.from, keys = FULL ? 2 * T : r.keys;
-    const float* x = r.scores + m * 2 * T;
-    uint32_t* w = r.weights + m * (2 * T / Unit::per_unit);
+// Weights of a row: e, or, as integers, e times the value's scale and `factor`. Returns the sum of e in each
+// lane.
+template <class Unit, bool FULL>
+HASTEN_PAIRS_TARGET inline VF put_weights(const Rows<Unit>& r, int64_t m, float shift, float factor) {
+    const int64_t from = FULL ? 0 : r.from, keys = FULL ? PART_TOKENS : r.keys;
+    const float* x = r.scores + m * PART_TOKENS;
+    uint32_t* w = r.weights + m * (PART_TOKENS / Unit::per_unit);
     VF added{};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int64_t j = from; j < keys; j += W) {
         const VF e = exp2_of(load(x + j) - shift);
         added = added + e;
-        VF weight = e;
-        // A place that is not visible has no scale of its own.
-        if (BYTES) weight = e > VF{} ? e * load(r.v_scales + j) : VF{};
-        if constexpr (Unit::per_unit == 1)
-            store((float*)w + j, weight);
-        else if constexpr (std::is_same_v<Unit, WidenedBF16>)
-            store_half((uint16_t*)w + j, narrow_bf16(weight));
-        else
-            store_half((uint16_t*)w + j, narrow_fast(weight));
+        if constexpr (Unit::integers) {
+            // A place that is not visible has no scale of its own.
+            const VF weight = e > VF{} ? e * r.v_scales(j) * factor : VF{};
+            added = added + weight * 0.0f;  // NaN is no integer, and is kept here
+            store_half((uint16_t*)w + j, (VH)narrowed<int16_t>(rounded_to_int(weight)));
+        } else if constexpr (Unit::per_unit == 1) {
+            store((float*)w + j, e);
+        } else if constexpr (std::is_same_v<Unit, WidenedBF16>) {
+            store_half((uint16_t*)w + j, narrow_bf16(e));
+        } else {
+            store_half((uint16_t*)w + j, narrow_fast(e));
+        }
     }
     return added;
 }
 
-// Scores become weights; totals, and the sums o of values so far, are brought to the new largest score.
-template <class Unit, bool BYTES, bool FULL>
-HASTEN_BF16_TARGET inline void online_softmax(const Rows& r) {
+// Scores become weights relative to the largest of their row; with integers, to the largest scale of a value
+// that the row sees, too, for which `factors` make up.
+template <class Unit, bool FULL>
+HASTEN_PAIRS_TARGET inline void softmax_of(const Rows<Unit>& r) {
+    constexpr float LIMIT = 32767;
     VF lanes[W];
     for (int i = 0; i < W; i++) lanes[i] = VF{};
+    alignas(64) float v_largest[W] = {}, shifts[W], to_integers[W] = {};
     for (int64_t m0 = 0; m0 < r.M; m0 += W) {
         const int64_t rows = std::min<int64_t>(W, r.M - m0);
-        for (int64_t i = 0; i < rows; i++) lanes[i] = prepare_scores<BYTES, FULL>(r, m0 + i);
-        const VF before = load(r.largest + m0), highest = largest_of_rows(lanes);
-        const VF peak = (before > highest) | (before != before) ? before : highest;
-        // Nothing was seen before: there is nothing to be brought anywhere.
-        const VF factor = before == splat(-INF) ? splat(1) : exp2_of(before - peak);
-        alignas(64) float shifts[W], factors[W];
-        store(shifts, peak == splat(-INF) ? VF{} : peak);
-        store(factors, factor);
-        store(r.largest + m0, peak);
-        for (int64_t i = 0; i < rows; i++) lanes[i] = put_weights<Unit, BYTES, FULL>(r, m0 + i, shifts[i]);
-        store(r.total + m0, load(r.total + m0) * factor + sums_of_rows(lanes));
-        for (unsigned left = not_one(factor) & ((1u << rows) - 1); left; left &= left - 1) {
-            const int i = __builtin_ctz(left);
-            float* row = r.o + (m0 + i) * r.o_width;
-            for (int64_t d = 0; d < r.o_width; d += W) store(row + d, load(row + d) * factors[i]);
+        for (int64_t i = 0; i < rows; i++) lanes[i] = prepare_scores<Unit, FULL>(r, m0 + i, v_largest[i]);
+        const VF largest = largest_of_rows(lanes);
+        store(r.largest + m0, largest);
+        store(shifts, largest == splat(-INF) ? VF{} : largest);
+        if constexpr (Unit::integers) {
+            const VF most = load(v_largest);
+            store(r.factors + m0, most * (1 / LIMIT));
+            // Of less than that the inverse would be infinite.
+            store(to_integers, most > splat(1e-30f) ? LIMIT / most : VF{});
         }
+        for (int64_t i = 0; i < rows; i++)
+            lanes[i] = put_weights<Unit, FULL>(r, m0 + i, shifts[i], to_integers[i]);
+        store(r.total + m0, sums_of_rows(lanes));
     }
 }
 

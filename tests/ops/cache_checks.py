@@ -1,0 +1,134 @@
+"""Checks of attention over a cache in 8 bits for this process's level, apart from what storing in 8 bits loses:
+keys and values are numbers that bytes hold. `level_suite.py` and `tests/serve/test_serve_link.py` run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from program_checks import CONTEXT, SHAPES, Builder, logits
+from torch import Tensor
+
+from hasten.ops.panels import FLOAT32, pack
+from hasten.ops.program.reference import run
+from hasten.serve.link import CacheSettings, Linked
+from hasten.serve.native_runner import NativeRunner
+from hasten.serve.program import Layer, Program, Ref
+
+# Queries and weights are rounded to 16 bits; in bf16 a hundred times more is lost.
+ROUNDED = 1e-3
+
+
+class Attention:
+    """One layer of attention whose queries, keys and values are the rows of a table, one for each token."""
+
+    def __init__(self, seed: int, window: int, softcap: float) -> None:
+        self.heads, self.kv, self.D, self.Dv, _ = SHAPES[seed % len(SHAPES)]
+        self.builder = Builder(seed)
+        self.window, self.softcap = window, softcap
+
+    def held_by_bytes(self, kv: int, width: int) -> Tensor:
+        """[CONTEXT, kv, width] of integers up to 127, which occurs in each row, times powers of two."""
+        x = torch.randint(-127, 128, (CONTEXT, kv, width), generator=self.builder.generator).float()
+        x[..., -1] = 127.0
+        return x * 2.0 ** torch.randint(-9, -4, (CONTEXT, kv, 1), generator=self.builder.generator)
+
+    def rows(self) -> Tensor:
+        q = 2.0 * self.builder.random(CONTEXT, self.heads * self.D)
+        k, v = self.held_by_bytes(self.kv, self.D), self.held_by_bytes(self.kv, self.Dv)
+        return torch.cat([q, k.flatten(1), v.flatten(1)], 1)
+
+    def program(self, table: Tensor) -> tuple[Program, list[Tensor]]:
+        build, heads, kv, D, Dv = self.builder, self.heads, self.kv, self.D, self.Dv
+        width, out, k_at = table.shape[1], heads * Dv, heads * D
+        x, mixed, wanted = build.root(width), build.root(out), build.root(out, True)
+        build.emit("embed", 1, width, x, matrix=build.matrix(CONTEXT, width, False), floats=(1.0,))
+        build.layers.append(Layer(kv, D, Dv, self.window))
+        q, k, v = (Ref("root", x.index, at, step) for at, step in ((0, D), (k_at, D), (k_at + kv * D, Dv)))
+        build.emit("store", kv, D, a=k, b=v, ints=(0, Dv))
+        for op in ("attend", "merge"):
+            build.emit(
+                op, heads, D, Ref("root", mixed.index, 0, Dv), a=q, ints=(0, Dv, kv, self.window),
+                floats=(D**-0.5, self.softcap),
+            )  # fmt: skip
+        build.emit("select", 1, out, wanted, a=mixed, selected=True)
+        program = Program(
+            tuple(build.instructions), tuple(build.roots), tuple(build.uses), tuple(build.layers),
+            wanted.index, out, CONTEXT,
+        )  # fmt: skip
+        return program, [table]
+
+    def both(self, pieces: tuple[int, ...], spoil: Callable[[Tensor], None] | None = None) -> list[Tensor]:
+        """[T, heads, Dv] natively and by the meaning in float64."""
+        table = self.rows()
+        if spoil:
+            spoil(table)
+        program, matrices = self.program(table)
+        settings = CacheSettings("int8", tuple(CONTEXT // 32 for _ in program.windows()))
+        runner = NativeRunner(
+            Linked(program, [pack(m, FLOAT32) for m in matrices], settings, max(pieces), max(pieces))
+        )
+        tokens = torch.arange(sum(pieces))
+        found = [
+            logits(runner, tokens, pieces).double(),
+            run(program, [matrix.double() for matrix in matrices], tokens),
+        ]
+        return [x.view(-1, self.heads, self.Dv) for x in found]
+
+
+def check(seed: int, window: int, softcap: float, pieces: tuple[int, ...]) -> None:
+    """Raises AssertionError where attention over bytes loses more than 16 bits do."""
+    found, expected = Attention(seed, window, softcap).both(pieces)
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error <= ROUNDED, f"relative error {error:.2e}, allowed {ROUNDED:.0e}"
+
+
+def check_spoilt(seed: int, what: str, value: float, window: int, pieces: tuple[int, ...]) -> None:
+    """A number that is not finite spoils the rows that see it, in its KV head alone."""
+    case = Attention(seed, window, 0.0)
+    group, row, kv = case.heads // case.kv, 70, case.kv - 1
+    at = {
+        "query": group * kv * case.D,
+        "key": case.heads * case.D + kv * case.D,
+        "value": (case.heads + case.kv) * case.D + kv * case.Dv,
+    }[what]
+
+    def spoil(table: Tensor) -> None:
+        table[row, at + 1] = value
+
+    found, _ = case.both(pieces, spoil)
+    clean, _ = Attention(seed, window, 0.0).both(pieces)
+    T = len(found)
+    expected = torch.zeros(T, case.heads, dtype=torch.bool)
+    if what == "query":
+        expected[row, group * kv] = True
+    else:
+        expected[row : min(T, row + window) if window else T, group * kv : group * (kv + 1)] = True
+    spoilt = found.isnan().all(-1)
+    assert torch.equal(spoilt, expected), f"spoilt {spoilt.nonzero().tolist()[:8]}"
+    assert torch.equal(found[~expected], clean[~expected])
+
+
+def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Named checks: shapes, windows, prompts in one piece and in several, numbers that are not finite."""
+    cuts = ((CONTEXT,), (33, 31, 13, 1, 1), (1,) * 150)
+    for seed in range(1 if smallest else 4):
+        for cut in cuts[:1] if smallest else cuts:
+            for window, softcap in ((0, 0.0), (45, 0.0), (0, 3.0)):
+
+                def exact(seed=seed, window=window, softcap=softcap, cut=cut) -> None:  # type: ignore[no-untyped-def]
+                    check(seed, window, softcap, cut)
+
+                yield f"bytes {seed} {window} {softcap} {len(cut)}", exact
+            for what, value, window in (
+                ("query", float("nan"), 0),
+                ("key", float("inf"), 45),
+                ("value", float("nan"), 0),
+                ("value", float("-inf"), 45),
+            ):
+
+                def spoilt(seed=seed, what=what, value=value, window=window, cut=cut) -> None:  # type: ignore[no-untyped-def]
+                    check_spoilt(seed, what, value, window, cut)
+
+                yield f"bytes {seed} {what} {value} {window} {len(cut)}", spoilt
