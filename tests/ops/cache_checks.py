@@ -1,4 +1,4 @@
-"""Checks of attention over a cache in 8 bits for this process's level, apart from what storing in 8 bits loses:
+"""Checks of attention over a cache in 8 bits, for this process's level, apart from what storing in 8 bits loses:
 keys and values are numbers that bytes hold. `level_suite.py` and `tests/serve/test_serve_link.py` run them.
 """
 

@@ -224,21 +224,25 @@ assert np.array_equal(*found)
 def test_rows_of_each_threads_own_are_the_rows_of_a_shared_step(family: str, form: str, threads: int):
     """To the bit: two prompts in one step, of so many rows that threads take their own, and in small pieces.
 
-    441 rows are 56 tiles, which three threads cannot share evenly, and the last is not full.
+    438 rows are 55 tiles, which three threads cannot share evenly, and the last is not full. They begin at an
+    odd position, so that the two tokens of a pair in the cache are in tiles of different threads; a step
+    behind them reads what was stored.
     """
     torch.manual_seed(0)
-    runner = runner_of(tiny_model(family).eval(), named(form), "bfloat16", step_tokens=441)
+    cache = {"int5": "float32", "int8": "int8"}.get(form, "bfloat16")
+    runner = runner_of(tiny_model(family).eval(), named(form), cache, step_tokens=441, step_logits=441)
     prompts = {s: tokens_of(length, s) for s, length in enumerate((221, 220))}
-    pieces = ByHand(runner, 2)
-    expected = {}
-    for first in range(0, 221, 40):
+    pieces, whole = ByHand(runner, 2), ByHand(runner, 2)
+    expected: dict[int, list[Any]] = {s: [] for s in prompts}
+    for first in range(0, 221, 37):
         for s, prompt in prompts.items():
-            expected[s] = pieces.feed({s: prompt[first : first + 40]}, every=False)[0]
+            expected[s].extend(pieces.feed({s: prompt[first : first + 37]}))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = ByHand(runner, 2).feed(prompts, every=False)
+        begin = whole.feed({0: prompts[0][:3]})
+        found = np.concatenate([begin, whole.feed({0: prompts[0][3:], 1: prompts[1]})])
+        assert np.array_equal(found, np.stack(expected[0] + expected[1]))
+        assert np.array_equal(whole.feed({0: [9], 1: [9]}), pieces.feed({0: [9], 1: [9]}))
     finally:
         torch.set_num_threads(before)
-    for s in prompts:
-        assert np.array_equal(found[s], expected[s])

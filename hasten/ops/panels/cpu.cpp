@@ -134,11 +134,12 @@ void product(const PanelProduct& p, int64_t first_panel, int64_t panels, void* s
         many_rows(p, first_panel, panels, scratch);
 }
 
-// Code of value k of a group in a plane of `bits` bits.
-inline uint32_t code_at(const uint8_t* plane, int bits, int64_t lane, int64_t k) {
-    const int64_t per_byte = 8 / bits, quad = k / 4;
-    const uint8_t byte = plane[quad / per_byte * 64 + lane * 4 + k % 4];
-    return uint32_t(byte) >> (quad % per_byte * bits) & ((1u << bits) - 1);
+// Codes of values 4 quad .. 4 quad + 3 of a group in a plane of `bits` bits, one in each byte.
+inline uint32_t codes_at(const uint8_t* plane, int bits, int64_t lane, int64_t quad) {
+    const int64_t per_byte = 8 / bits;
+    uint32_t word;
+    std::memcpy(&word, plane + quad / per_byte * 64 + lane * 4, 4);
+    return word >> (quad % per_byte * bits) & ((1u << bits) - 1) * 0x01010101u;
 }
 
 void panel_row(const Matrix& m, int64_t row, float* out) {
@@ -164,11 +165,14 @@ void panel_row(const Matrix& m, int64_t row, float* out) {
         const float scale = widen_scalar(numbers[0]);
         const float minimum = m.zero < 0 ? widen_scalar(numbers[1]) : scale * -float(m.zero);
         const uint8_t *a = panel + (m.zero < 0 ? 64 : 32), *b = a + 2 * int64_t(m.group) * first_bits;
-        for (int64_t k = 0; k < std::min<int64_t>(m.group, m.K - k0); k++) {
-            uint32_t q = code_at(a, first_bits, lane, k);
-            if (second_bits) q |= code_at(b, second_bits, lane, k) << first_bits;
-            out[k0 + k] = m.unit * (scale * float(q) + minimum);
+        uint8_t codes[128];
+        for (int64_t quad = 0; quad < m.group / 4; quad++) {
+            uint32_t four = codes_at(a, first_bits, lane, quad);
+            if (second_bits) four |= codes_at(b, second_bits, lane, quad) << first_bits;
+            std::memcpy(codes + 4 * quad, &four, 4);
         }
+        for (int64_t k = 0; k < std::min<int64_t>(m.group, m.K - k0); k++)
+            out[k0 + k] = m.unit * (scale * float(codes[k]) + minimum);
     }
 }
 

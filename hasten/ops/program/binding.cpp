@@ -63,19 +63,44 @@ char* scratch_of_thread(int64_t bytes) {
 
 // Tiles in an order in which threads that take equal runs of them get equal work: the tiles of a sequence
 // grow with their place in it.
-void deal(std::vector<int32_t>& sequences, std::vector<int32_t>& firsts, int64_t hands) {
-    const int64_t tiles = int64_t(firsts.size());
-    std::vector<int32_t> a, b;
+std::vector<QueryTile> dealt(const std::vector<QueryTile>& tiles, int64_t hands) {
+    const int64_t count = int64_t(tiles.size());
+    std::vector<QueryTile> found;
     for (int64_t hand = 0; hand < hands; hand++)
-        for (int64_t round = 0; round * hands < tiles; round++) {
+        for (int64_t round = 0; round * hands < count; round++) {
             const int64_t i = round * hands + (round % 2 ? hands - 1 - hand : hand);
-            if (i >= tiles) continue;
-            a.push_back(sequences[i]);
-            b.push_back(firsts[i]);
+            if (i < count) found.push_back(tiles[i]);
         }
-    sequences = a;
-    firsts = b;
+    return found;
 }
+
+// The rows of a step in another order.
+struct Reordered {
+    std::vector<int32_t> tokens, positions, sequence_of, wanted;
+
+    // That of the tiles, whose first rows become those of this order: threads whose rows are their own have
+    // the tiles of these rows, too.
+    Reordered(const Step& s, std::vector<QueryTile>& tiles) : wanted(s.wanted, s.wanted + s.wanted_rows) {
+        std::vector<int32_t> place(s.rows);
+        for (QueryTile& tile : tiles) {
+            const int32_t begin = tile.first;
+            tile.first = int32_t(tokens.size());
+            for (int32_t row = begin; row < begin + tile.rows; row++) {
+                place[row] = int32_t(tokens.size());
+                tokens.push_back(s.tokens[row]);
+                positions.push_back(s.positions[row]);
+                sequence_of.push_back(tile.sequence);
+            }
+        }
+        for (int32_t& row : wanted) row = place[row];
+    }
+    void apply(Step& s) const {
+        s.tokens = tokens.data();
+        s.positions = positions.data();
+        s.sequence_of = sequence_of.data();
+        s.wanted = wanted.data();
+    }
+};
 
 const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
     TORCH_CHECK(t.scalar_type() == at::kInt && t.is_contiguous() && t.numel() >= least, "program_run: ", name,
@@ -125,7 +150,7 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     s.wanted_rows = wanted_rows;
     s.tokens = ints(tokens, rows, "tokens");
     s.positions = ints(positions, rows, "positions");
-    s.starts = ints(starts, sequences + 1, "starts");
+    const int32_t* start = ints(starts, sequences + 1, "starts");
     s.wanted = ints(wanted, wanted_rows, "wanted");
     std::vector<const int32_t*> table(tables.size());
     std::vector<int64_t> width(tables.size());
@@ -138,28 +163,30 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     s.tables = table.data();
     s.table_width = width.data();
     s.tile_tokens = rows == sequences ? 1 : sizes[2];
-    std::vector<int32_t> sequence_of(rows), tile_sequence, tile_first;
-    int64_t longest = 0;
-    for (int64_t q = 0; q < sequences; q++) {
-        for (int64_t r = s.starts[q]; r < s.starts[q + 1]; r++) {
-            sequence_of[r] = int32_t(q);
-            if ((r - s.starts[q]) % s.tile_tokens == 0) {
-                tile_sequence.push_back(int32_t(q));
-                tile_first.push_back(int32_t(r));
-            }
-            longest = std::max<int64_t>(longest, s.positions[r] + 1);
+    std::vector<int32_t> sequence_of(rows), newest(sequences, -1);
+    std::vector<QueryTile> tiles;
+    for (int32_t q = 0; q < sequences; q++) {
+        for (int32_t r = start[q]; r < start[q + 1]; r++) {
+            sequence_of[r] = q;
+            newest[q] = s.positions[r];
+            if ((r - start[q]) % s.tile_tokens == 0)
+                tiles.push_back({q, r, int32_t(std::min<int64_t>(s.tile_tokens, start[q + 1] - r))});
         }
     }
-    if (s.tile_tokens > 1) deal(tile_sequence, tile_first, threads);
+    const int64_t longest = *std::max_element(newest.begin(), newest.end()) + 1;
+    if (s.tile_tokens > 1) tiles = dealt(tiles, threads);
     s.sequence_of = sequence_of.data();
-    s.tile_sequence = tile_sequence.data();
-    s.tile_first = tile_first.data();
-    s.tiles = int64_t(tile_sequence.size());
+    s.newest = newest.data();
+    s.tiles = int64_t(tiles.size());
 
-    if (rows <= p.few)
+    std::optional<Reordered> reordered;
+    if (rows <= p.few) {
         choose(Way::few);
-    else if (rows >= OWN_ROWS * threads && k.program_own_rows(p, s))
+    } else if (rows >= OWN_ROWS * threads && k.program_own_rows(p, s)) {
         choose(Way::own);
+        if (s.tile_tokens > 1) reordered.emplace(s, tiles).apply(s);
+    }
+    s.query_tiles = tiles.data();
 
     int64_t scratch = 0, partial = 0;
     const int64_t part_tokens = PART_BLOCKS * BLOCK_TOKENS;

@@ -75,14 +75,20 @@ struct CacheLayer {
     int64_t block_units, heads, D, Dv, d_units, dv_pad, group, head_units;
 };
 
+// Rows [first, first + rows) of a step, neighbours in a sequence, whose queries are multiplied together.
+struct QueryTile {
+    int32_t sequence, first, rows;
+};
+
 struct Step {
     int64_t rows, sequences, wanted_rows;
-    const int32_t *tokens, *positions, *starts, *wanted;
+    const int32_t *tokens, *positions, *wanted;
     const int32_t* const* tables;  // of each group: [sequences, table_width[group]]
     const int64_t* table_width;
     const int32_t* sequence_of;  // of each row
-    // Attention: tiles of query tokens, the sequence of each; parts of a sequence's keys.
-    const int32_t *tile_sequence, *tile_first;
+    const int32_t* newest;       // of each sequence: its last position
+    // Attention: tiles of queries, of at most tile_tokens rows; parts of a sequence's keys.
+    const QueryTile* query_tiles;
     int64_t tiles, tile_tokens, parts;
 };
 

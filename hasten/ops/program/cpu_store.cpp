@@ -71,14 +71,12 @@ void store_rows(const Program& p, const Step& s, const Instruction& in, int64_t 
     const int64_t size = std::max(c.D, c.Dv) + 16;
     float *k_memory = memory, *v_memory = memory + size, *next_memory = memory + 2 * size;
     void* buffer = memory + 3 * size;
-    const auto continues = [&](int64_t row) {
-        return row + 1 < s.rows && s.sequence_of[row + 1] == s.sequence_of[row];
-    };
     for (int64_t row = first; row < first + count; row++) {
-        const int64_t position = s.positions[row], place = position % T;
-        uint32_t* block = block_of(c, s, s.sequence_of[row], position / T);
-        const bool two =
-            p.cache == Cache::bf16 && place % 2 == 0 && row + 1 < first + count && continues(row);
+        const int64_t position = s.positions[row], place = position % T, sequence = s.sequence_of[row];
+        uint32_t* block = block_of(c, s, sequence, position / T);
+        const bool last = position == s.newest[sequence];
+        const bool two = p.cache == Cache::bf16 && place % 2 == 0 && row + 1 < first + count &&
+                         s.sequence_of[row + 1] == sequence && s.positions[row + 1] == position + 1;
         for (int64_t h = 0; h < c.heads; h++) {
             const Head head(c, block, h);
             const auto k_of = [&](int64_t r) {
@@ -95,7 +93,7 @@ void store_rows(const Program& p, const Step& s, const Instruction& in, int64_t 
                     store_pairs(c, head.k + place + 1, k_of(row + 1), (uint16_t*)buffer);
                     store_two(c, to, v, neighbours(row_of(in.b, row + 1, h), in.b.s1, c.Dv, next_memory));
                 } else {
-                    store_one(c, to, v, place % 2, place % 2 == 0 && !continues(row), (uint16_t*)buffer);
+                    store_one(c, to, v, place % 2, place % 2 == 0 && last, (uint16_t*)buffer);
                 }
             } else {
                 for (int64_t d = 0; d < c.D; d++) std::memcpy(head.k + d * T + place, k + d, 4);

@@ -22,10 +22,10 @@ struct Tile {
         part = unit % s.parts;
         unit /= s.parts;
         head = unit % c.heads;
-        const int64_t tile = unit / c.heads;
-        sequence = s.tile_sequence[tile];
-        first = s.tile_first[tile];
-        tokens = std::min<int64_t>(s.tile_tokens, s.starts[sequence + 1] - first);
+        const QueryTile& tile = s.query_tiles[unit / c.heads];
+        sequence = tile.sequence;
+        first = tile.first;
+        tokens = tile.rows;
         M = tokens * (in.n0 / c.heads);
         const int64_t window = in.i[3], last = s.positions[first + tokens - 1];
         const int64_t oldest = window ? std::max<int64_t>(0, s.positions[first] - window + 1) : 0;
