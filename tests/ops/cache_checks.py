@@ -1,5 +1,5 @@
-"""Checks of attention over a cache in 8 bits, for this process's level, apart from what storing loses: keys and
-values are numbers that bytes hold. `level_suite.py` and `tests/serve/test_serve_link.py` run them.
+"""Checks of attention over a cache in 8 bits, for this process's level, apart from what storing loses: keys
+and values are numbers that bytes hold. `level_suite.py` and `tests/serve/test_serve_link.py` run them.
 """
 
 from __future__ import annotations
