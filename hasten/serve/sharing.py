@@ -8,9 +8,10 @@ than meeting.
 
 `many`: work along rows is shared by rows, products by panels of the matrix.
 
-`own`: each thread takes rows of its own through everything but attention, experts and what is selected, and
-reads all weights. Rows never leave a core's cache for another core's. Only where products are in integers,
-whose rows can be prepared and multiplied apart.
+`own`: each thread takes rows of its own through everything but experts and what is selected, and reads all
+weights. Few rows leave a core's cache for another core's, but keys and values do: the program orders the
+rows of a step by the tiles that threads are dealt in attention. Only where products are in integers, whose
+rows can be prepared and multiplied apart.
 
 Barriers. What a thread wrote by rows it may read by rows without meeting the others; every other reading or
 overwriting of what was written since the last barrier needs one.

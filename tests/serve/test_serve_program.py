@@ -176,7 +176,9 @@ ALONE = [
 @pytest.mark.parametrize(("make", "family"), ALONE)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: str, cache: str):
-    """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt."""
+    """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt; and whatever
+    was in the blocks before.
+    """
     torch.manual_seed(0)
     runner = runner_of(make(family).eval(), cache=cache, step_tokens=300, step_logits=300)
     prompts = {s: tokens_of(length, s) for s, length in enumerate((150, 7, 40))}
@@ -185,6 +187,8 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: st
         expected = alone.feed({0: [token]})
     whole = ByHand(runner).feed({0: prompts[0]})
     assert np.array_equal(whole[-1], expected[0])
+    for memory in runner._linked.cache:
+        memory.fill_(float("nan"))
     together = ByHand(runner, 3)
     together.feed({0: prompts[0][:149], 1: prompts[1]})
     found = together.feed({2: prompts[2], 0: prompts[0][149:], 1: [9]})

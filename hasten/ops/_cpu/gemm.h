@@ -58,7 +58,7 @@ inline VH narrow_fast(VF v) {
 #endif
 
 // What a product is of; K counts units. With `next` the words of it that lie as those of B are brought into
-// the first-level cache. Totals of integers are added times their row's factor.
+// the first-level cache.
 template <class Unit>
 struct Product {
     int64_t K;
@@ -70,7 +70,6 @@ struct Product {
     int64_t ldc;
     bool add;
     const typename Unit::Stored* next = nullptr;
-    const float* factors = nullptr;
 };
 
 // Rows m .. m + MR - 1 and NV vectors of columns from n on. One line is fetched for each that is read: a
@@ -102,8 +101,7 @@ HASTEN_PAIRS_TARGET inline __attribute__((always_inline)) void gemm_block(const 
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NV; n++) {
             float* c = p.C + (m0 + m) * p.ldc + n0 + n * W;
-            VF total = Unit::total(acc[m][n]);
-            if (Unit::integers && p.factors) total = total * p.factors[m0 + m];
+            const VF total = Unit::total(acc[m][n]);
             store(c, p.add ? load(c) + total : total);
         }
 }

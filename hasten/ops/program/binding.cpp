@@ -79,7 +79,7 @@ struct Reordered {
     std::vector<int32_t> tokens, positions, sequence_of, wanted;
 
     // That of the tiles, whose first rows become those of this order: threads whose rows are their own have
-    // the tiles of these rows, too.
+    // nearly all tiles of these rows, too.
     Reordered(const Step& s, std::vector<QueryTile>& tiles) : wanted(s.wanted, s.wanted + s.wanted_rows) {
         std::vector<int32_t> place(s.rows);
         for (QueryTile& tile : tiles) {
@@ -151,6 +151,8 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     s.tokens = ints(tokens, rows, "tokens");
     s.positions = ints(positions, rows, "positions");
     const int32_t* start = ints(starts, sequences + 1, "starts");
+    TORCH_CHECK(start[0] == 0 && start[sequences] == rows, "program_run: starts must go from 0 to ", rows,
+                " rows; got ", start[0], " to ", start[sequences]);
     s.wanted = ints(wanted, wanted_rows, "wanted");
     std::vector<const int32_t*> table(tables.size());
     std::vector<int64_t> width(tables.size());

@@ -68,7 +68,7 @@ enum class Cache : int64_t { floats, bf16, bytes };
 
 // Where the keys and values of one layer lie: a block holds for each KV head K [D units, 32] and V
 // [32 / per_unit units, Dv padded], a unit being a pair of bf16 or one float. Bytes lie as bf16 would, with
-// two scales for each token behind them; see Bytes in cpu_attention.cpp. Blocks lie `block_units` apart,
+// two scales for each token behind them; see Bytes in cache.h. Blocks lie `block_units` apart,
 // heads `head_units`, of four bytes.
 struct CacheLayer {
     uint32_t* base;

@@ -58,11 +58,11 @@ __attribute__((noinline)) void fold(int64_t M, int64_t width, float* o, float* l
     }
 }
 
-// Queries [M, units] for products with keys. Returned with integers: what they are multiplied by.
+// Queries [M, units] for products with keys; scales: with integers, what they are multiplied by.
 template <class Unit>
 void take_queries(const Step& s, const Instruction& in, const Tile& t, const CacheLayer& c, uint32_t* q,
                   float* scales, int32_t* positions, float* slopes) {
-    const float limit = integer_limit(2 * c.d_units);
+    const float limit = float(integer_limit(2 * c.d_units));
     each_row(t, in.n0 / c.heads, [&](int64_t m, int64_t row, int64_t h) {
         const float* x = row_of(in.a, row, h);
         uint32_t* to = q + m * c.d_units;

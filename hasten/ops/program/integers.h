@@ -35,7 +35,10 @@ struct PairIntegers {
     }
     static inline VI multiply_add(VI sum, const uint32_t* a, VU b) {
 #if defined(__AVX512F__)
-        return sum + (VI)_mm512_madd_epi16(_mm512_set1_epi32(int(*a)), (__m512i)b);
+        __m512i products = _mm512_madd_epi16(_mm512_set1_epi32(int(*a)), (__m512i)b);
+        // Apart: a compiler might join both, in an instruction that this processor lacks.
+        asm("" : "+v"(products));
+        return sum + (VI)products;
 #elif defined(__AVX2__)
         return sum + (VI)_mm256_madd_epi16(_mm256_set1_epi32(int(*a)), (__m256i)b);
 #elif defined(__SSE2__)
@@ -56,8 +59,8 @@ struct PairIntegersVNNI : PairIntegers {
 #endif
 
 // Largest integers of a row that is multiplied with n bytes: sums fit 32 bits.
-inline float integer_limit(int64_t n) {
-    return float(std::min<int64_t>(32767, INT32_MAX / (127 * n)));
+constexpr int64_t integer_limit(int64_t n) {
+    return std::min<int64_t>(32767, INT32_MAX / (127 * n));
 }
 
 // W integers of the range as 16 or 8 bits.

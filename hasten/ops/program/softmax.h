@@ -106,7 +106,7 @@ inline VF finite_or_zero(VF v) {
 }
 
 // Scores of a row times LOG2E, ready for powers; returns the largest in each lane. FULL: all places are
-// there. v_largest becomes the largest scale of a visible value.
+// there. With integers v_largest becomes the largest finite scale of a visible value.
 template <class Unit, bool FULL>
 inline VF prepare_scores(const Rows<Unit>& r, int64_t m, float& v_largest) {
     const int64_t from = FULL ? 0 : r.from, keys = FULL ? PART_TOKENS : r.keys;
@@ -176,10 +176,10 @@ HASTEN_PAIRS_TARGET inline VF put_weights(const Rows<Unit>& r, int64_t m, float 
 // that the row sees, too, for which `factors` make up.
 template <class Unit, bool FULL>
 HASTEN_PAIRS_TARGET inline void softmax_of(const Rows<Unit>& r) {
-    constexpr float LIMIT = 32767;
+    constexpr float LIMIT = integer_limit(PART_TOKENS);
     VF lanes[W];
     for (int i = 0; i < W; i++) lanes[i] = VF{};
-    alignas(64) float v_largest[W] = {}, shifts[W], to_integers[W] = {};
+    alignas(64) float v_largest[W] = {}, shifts[W], inverses[W] = {};
     for (int64_t m0 = 0; m0 < r.M; m0 += W) {
         const int64_t rows = std::min<int64_t>(W, r.M - m0);
         for (int64_t i = 0; i < rows; i++) lanes[i] = prepare_scores<Unit, FULL>(r, m0 + i, v_largest[i]);
@@ -190,10 +190,10 @@ HASTEN_PAIRS_TARGET inline void softmax_of(const Rows<Unit>& r) {
             const VF most = load(v_largest);
             store(r.factors + m0, most * (1 / LIMIT));
             // Of less than that the inverse would be infinite.
-            store(to_integers, most > splat(1e-30f) ? LIMIT / most : VF{});
+            store(inverses, most > splat(1e-30f) ? LIMIT / most : VF{});
         }
         for (int64_t i = 0; i < rows; i++)
-            lanes[i] = put_weights<Unit, FULL>(r, m0 + i, shifts[i], to_integers[i]);
+            lanes[i] = put_weights<Unit, FULL>(r, m0 + i, shifts[i], inverses[i]);
         store(r.total + m0, sums_of_rows(lanes));
     }
 }

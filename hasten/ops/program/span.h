@@ -11,15 +11,15 @@
 namespace hasten {
 namespace {
 
-// One tile of queries of one KV head over one part of its keys.
+// One tile of queries of one KV head over its keys; over one part of them where each row is a sequence.
 struct Tile {
-    int64_t head, part, sequence, first, tokens, M;  // rows [first, first + tokens) of the step
-    int64_t begin, end;                              // blocks
+    int64_t head, sequence, first, tokens, M;  // rows [first, first + tokens) of the step
+    int64_t begin, end;                        // blocks
     int64_t index;
 
     Tile(const Program& p, const Step& s, const Instruction& in, const CacheLayer& c, int64_t unit) {
         index = unit;
-        part = unit % s.parts;
+        const int64_t part = unit % s.parts;
         unit /= s.parts;
         head = unit % c.heads;
         const QueryTile& tile = s.query_tiles[unit / c.heads];
