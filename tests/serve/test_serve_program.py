@@ -176,8 +176,8 @@ ALONE = [
 @pytest.mark.parametrize(("make", "family"), ALONE)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: str, cache: str):
-    """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt; and whatever
-    was in the blocks before.
+    """To the bit: alone, beside others, beside pieces of prompts, and as a part of its own prompt; and
+    whatever was in the blocks before.
     """
     torch.manual_seed(0)
     runner = runner_of(make(family).eval(), cache=cache, step_tokens=300, step_logits=300)
