@@ -89,17 +89,18 @@ void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
 void few_rows(const PanelProduct& p, PanelForm form, int64_t first, int64_t panels) {
     const bool bytes = form == PanelForm::bytes;
     const int64_t words = words_of(form, p.matrix.K), tiles = tiles_of(p.M);
-    auto choose = [&](const Matrix& m, int64_t width) {
-        return bytes ? bytes_sums(m, width, p.vnni) : dense_sums(m, width, p.bf16);
+    auto choose = [&](const Matrix& m, int64_t width, bool fetch) {
+        return bytes ? bytes_sums(m, width, p.vnni, fetch) : dense_sums(m, width, p.bf16);
     };
     struct Sums {
         FewSumsOf plain, up;
     };
     // All tiles but the last are full.
-    auto sums_of = [&](int64_t width) {
-        return Sums{choose(p.matrix, width), p.up ? choose(*p.up, width) : nullptr};
+    auto sums_of = [&](int64_t width, bool fetch) {
+        return Sums{choose(p.matrix, width, fetch), p.up ? choose(*p.up, width, fetch) : nullptr};
     };
-    const Sums full = sums_of(TILE), last = sums_of(Tile(p.M, tiles - 1).width);
+    const Sums begins = sums_of(TILE, true), full = sums_of(TILE, false),
+               last = sums_of(Tile(p.M, tiles - 1).width, tiles == 1);
     // As many panels together as stay in the second-level cache while all tiles pass over them.
     const int64_t bytes_of_both = p.matrix.panel_bytes + (p.up ? p.up->panel_bytes : 0);
     const int64_t together =
@@ -108,7 +109,7 @@ void few_rows(const PanelProduct& p, PanelForm form, int64_t first, int64_t pane
     for (int64_t begin = first; begin < first + panels; begin += together)
         for (int64_t t = 0; t < tiles; t++) {
             const Tile tile(p.M, t);
-            const Sums& f = t + 1 < tiles ? full : last;
+            const Sums& f = t + 1 == tiles ? last : t ? full : begins;
             const uint32_t* x = (const uint32_t*)p.prepared + tile.first * words;
             for (int64_t panel = begin; panel < std::min(begin + together, first + panels); panel++)
                 for (int64_t part = 0; part < LANES / W; part++) {

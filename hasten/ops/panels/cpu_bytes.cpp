@@ -119,7 +119,7 @@ HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, c
 // So far ahead lines are fetched, across the end of a panel into the next.
 constexpr int64_t AHEAD = 6144;
 
-template <class Bytes, int BITS, int U, int MR>
+template <class Bytes, int BITS, int U, int MR, bool FETCH = true>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
@@ -136,11 +136,11 @@ HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, co
         if (block == 0) {
             scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
             a = groups.a(group, part), b = a + groups.b_at;
-            __builtin_prefetch(group + AHEAD);
+            if (FETCH) __builtin_prefetch(group + AHEAD);
         }
 #pragma GCC unroll 8
-        for (int64_t at = 0; at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
-        if constexpr (C::b_step > 0) __builtin_prefetch(b + AHEAD);
+        for (int64_t at = 0; FETCH && at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
+        if constexpr (FETCH && C::b_step > 0) __builtin_prefetch(b + AHEAD);
         if constexpr (U == 8) {
             add_block<Bytes, BITS, U, MR>(y, a, b, x, x + 8 * MR, x + 9 * MR, scale, minimum);
             x += BLOCK_WORDS * MR;
@@ -158,7 +158,8 @@ HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, co
 }
 
 template <class Bytes, int BITS, int U>
-FewSumsOf of_width(int64_t width) {
+FewSumsOf of_width(int64_t width, bool fetch) {
+    if (!fetch && width == TILE) return sums_of<Bytes, BITS, U, TILE, false>;
     switch (width) {
         case 1:
             return sums_of<Bytes, BITS, U, 1>;
@@ -172,29 +173,29 @@ FewSumsOf of_width(int64_t width) {
 }
 
 template <class Bytes>
-FewSumsOf of_format(const Matrix& m, int64_t width) {
+FewSumsOf of_format(const Matrix& m, int64_t width, bool fetch) {
     const bool small = m.group == 16;
     switch (m.bits) {
         case 3:
-            return of_width<Bytes, 3, 8>(width);
+            return of_width<Bytes, 3, 8>(width, fetch);
         case 4:
-            return small ? of_width<Bytes, 4, 4>(width) : of_width<Bytes, 4, 8>(width);
+            return small ? of_width<Bytes, 4, 4>(width, fetch) : of_width<Bytes, 4, 8>(width, fetch);
         case 5:
-            return of_width<Bytes, 5, 8>(width);
+            return of_width<Bytes, 5, 8>(width, fetch);
         case 6:
-            return small ? of_width<Bytes, 6, 4>(width) : of_width<Bytes, 6, 8>(width);
+            return small ? of_width<Bytes, 6, 4>(width, fetch) : of_width<Bytes, 6, 8>(width, fetch);
         default:
-            return small ? of_width<Bytes, 8, 4>(width) : of_width<Bytes, 8, 8>(width);
+            return small ? of_width<Bytes, 8, 4>(width, fetch) : of_width<Bytes, 8, 8>(width, fetch);
     }
 }
 
 }  // namespace
 
-FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni) {
+FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni, bool fetch) {
 #if defined(__AVX512F__)
-    if (vnni) return of_format<BytesVNNI>(m, width);
+    if (vnni) return of_format<BytesVNNI>(m, width, fetch);
 #endif
-    return of_format<BytesPlain>(m, width);
+    return of_format<BytesPlain>(m, width, fetch);
 }
 
 }  // namespace hasten

@@ -231,7 +231,8 @@ inline void finish(const PanelProduct& p, int64_t column, int64_t row, int64_t r
 
 // Sums over k of W columns (part `part` of the panel) for a tile of rows, into out[width].
 using FewSumsOf = void (*)(const Matrix&, int64_t panel, int64_t part, const uint32_t* x, float* out);
-FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni);
+// fetch: lines ahead; for nothing where another tile has just read the panel.
+FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni, bool fetch);
 FewSumsOf dense_sums(const Matrix& m, int64_t width, bool bf16);
 
 // K values of one row, words `width` apart; TILE rows, x_row floats apart.
