@@ -25,6 +25,7 @@ import os, signal, sys
 from hasten.bench.child import child
 from hasten.base.screen import Screen
 from hasten.train.stop import Interrupted, StopSignals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 try:
     command = [sys.executable, "-c", sys.argv[1]]
     with StopSignals(Screen(enabled=False)), child(command, sys.stderr, os.environ) as c:
