@@ -5,6 +5,7 @@ and values are numbers that bytes hold. `level_suite.py` and `tests/serve/test_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from program_checks import CONTEXT, SHAPES, Builder, logits
@@ -116,19 +117,13 @@ def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
     for seed in range(1 if smallest else 4):
         for cut in cuts[:1] if smallest else cuts:
             for window, softcap in ((0, 0.0), (45, 0.0), (0, 3.0)):
-
-                def exact(seed=seed, window=window, softcap=softcap, cut=cut) -> None:  # type: ignore[no-untyped-def]
-                    check(seed, window, softcap, cut)
-
-                yield f"bytes {seed} {window} {softcap} {len(cut)}", exact
+                call = partial(check, seed, window, softcap, cut)
+                yield f"bytes {seed} {window} {softcap} {len(cut)}", call
             for what, value, window in (
                 ("query", float("nan"), 0),
                 ("key", float("inf"), 45),
                 ("value", float("nan"), 0),
                 ("value", float("-inf"), 45),
             ):
-
-                def spoilt(seed=seed, what=what, value=value, window=window, cut=cut) -> None:  # type: ignore[no-untyped-def]
-                    check_spoilt(seed, what, value, window, cut)
-
-                yield f"bytes {seed} {what} {value} {window} {len(cut)}", spoilt
+                call = partial(check_spoilt, seed, what, value, window, cut)
+                yield f"bytes {seed} {what} {value} {window} {len(cut)}", call

@@ -7,6 +7,7 @@ occurs, with sizes that are no multiple of anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -251,14 +252,7 @@ def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
             form = formats[(seed + i) % len(formats)]
             for cache in ("float32", "bfloat16", "int8"):
                 which = FLOAT32 if cache == "float32" else form
-
-                def call(seed=seed, which=which, cache=cache, cut=cut) -> None:  # type: ignore[no-untyped-def]
-                    check(seed, which, cache, cut)
-
-                yield f"program {seed} {which} {cache} {cut}", call
+                yield f"program {seed} {which} {cache} {cut}", partial(check, seed, which, cache, cut)
         for cache in ("float32", "bfloat16", "int8"):
-
-            def greedy(seed=seed, cache=cache) -> None:  # type: ignore[no-untyped-def]
-                check_greedy(seed, FLOAT32 if cache == "float32" else quantised(8), cache)
-
-            yield f"greedy steps {seed} {cache}", greedy
+            which = FLOAT32 if cache == "float32" else quantised(8)
+            yield f"greedy steps {seed} {cache}", partial(check_greedy, seed, which, cache)

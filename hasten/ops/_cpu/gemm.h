@@ -139,14 +139,21 @@ HASTEN_PAIRS_TARGET inline void gemm_panel(const Product<Unit>& p, int64_t M, in
     });
 }
 
-template <class Unit, bool FETCH>
-HASTEN_PAIRS_TARGET void gemm_panels(const Product<Unit>& p, int64_t M, int64_t N) {
+// f(vectors, n) for N columns, a multiple of W: as many vectors at a time as there are registers for.
+template <class F>
+HASTEN_PAIRS_TARGET inline __attribute__((always_inline)) void in_columns(int64_t N, const F& f) {
     constexpr int NV = W == 16 ? 4 : 2;
     int64_t n = 0;
-    for (; n + NV * W <= N; n += NV * W) gemm_panel<Unit, NV, FETCH>(p, M, n);
+    for (; n + NV * W <= N; n += NV * W) f(Count<NV>(), n);
     if constexpr (NV == 4)
-        for (; n + 2 * W <= N; n += 2 * W) gemm_panel<Unit, 2, FETCH>(p, M, n);
-    for (; n + W <= N; n += W) gemm_panel<Unit, 1, FETCH>(p, M, n);
+        for (; n + 2 * W <= N; n += 2 * W) f(Count<2>(), n);
+    for (; n + W <= N; n += W) f(Count<1>(), n);
+}
+
+template <class Unit, bool FETCH>
+HASTEN_PAIRS_TARGET void gemm_panels(const Product<Unit>& p, int64_t M, int64_t N) {
+    in_columns(N, [&](auto vectors, int64_t n)
+                      HASTEN_PAIRS_TARGET { gemm_panel<Unit, decltype(vectors)::value, FETCH>(p, M, n); });
 }
 
 // C [M, N] (+)= A B; N is a multiple of W.

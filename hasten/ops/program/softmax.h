@@ -140,7 +140,7 @@ inline VF prepare_scores(const Rows<Unit>& r, int64_t m, float& v_largest) {
         store(x + j, v);
         top.add(v);
     }
-    v_largest = max_or_nan(v_top);
+    if constexpr (Unit::integers) v_largest = max_or_nan(v_top);
     return top.end();
 }
 

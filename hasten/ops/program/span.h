@@ -156,18 +156,12 @@ template <class Unit>
 HASTEN_PAIRS_TARGET void values_of(int64_t M, int64_t width, const uint32_t* weights, const Span<Unit>& span,
                                    const Span<Unit>& next, int64_t units, const float* factors, float* o) {
     constexpr int64_t PART_UNITS = PART_TOKENS / Unit::per_unit;
-    const auto columns = [&](auto vectors, int64_t n) HASTEN_PAIRS_TARGET {
+    in_columns(width, [&](auto vectors, int64_t n) HASTEN_PAIRS_TARGET {
         in_blocks<true>(M, [&](auto rows, auto fetch, int64_t m) HASTEN_PAIRS_TARGET {
             values_block<Unit, decltype(rows)::value, decltype(vectors)::value, decltype(fetch)::value>(
                 weights + m * PART_UNITS, span, next, units, width, n, factors + m, o + m * width);
         });
-    };
-    constexpr int NV = W == 16 ? 4 : 2;
-    int64_t n = 0;
-    for (; n + NV * W <= width; n += NV * W) columns(Count<NV>(), n);
-    if constexpr (NV == 4)
-        for (; n + 2 * W <= width; n += 2 * W) columns(Count<2>(), n);
-    for (; n + W <= width; n += W) columns(Count<1>(), n);
+    });
 }
 
 }  // namespace
