@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 CPP_FILES := $(shell find hasten -name '*.cpp' -o -name '*.h' 2>/dev/null)
-NATIVE := hasten/ops/_cpu/binding.so
+NATIVE := hasten/ops/_cpu/serving.so
 SANITIZED := build/sanitized
 SANITIZED_LEVELS := $(if $(filter x86_64 amd64,$(shell uname -m)),generic avx2,generic)
 # Two processes with one thread each.

@@ -1,4 +1,5 @@
-"""Builds the native kernels: one library for each instruction level, and one that binds them to torch.
+"""Builds the native kernels: one library for each instruction level, and two doors to them, for torch and for
+serving, which needs none.
 
 A machine without a C++ compiler gets the package without them: the operators then run their torch bodies, and
 `hasten doctor` says so. With HASTEN_REQUIRE_NATIVE=1 a failing build is an error. CXX names the compiler.
@@ -86,17 +87,24 @@ def levels_to_build() -> dict[str, tuple[str, ...]]:
 
 
 def build(compiler: str, target: Path, scratch: Path) -> None:
-    """Compiles every source, in parallel, and links `binding.so` and one `kernels_LEVEL.so` a level."""
+    """Compiles every source, in parallel; links `binding.so`, `serving.so` and each `kernels_LEVEL.so`."""
     scratch.mkdir(parents=True, exist_ok=True)
     extra = SANITIZE if os.environ.get("HASTEN_SANITIZE") == "1" else ()
     levels = levels_to_build()
     kernels = [OPS / "_cpu/level.cpp", *sorted(OPS.glob("*/cpu*.cpp"))]
-    bindings = sorted({*OPS.glob("_cpu/*.cpp"), *OPS.glob("*/binding.cpp")} - set(kernels))
+    serving = sorted(OPS.glob("*/serving.cpp"))
+    binding = sorted({*OPS.glob("_cpu/*.cpp"), *OPS.glob("*/binding.cpp")} - {*kernels, *serving})
+    # Sources, include paths and libraries of each door.
+    doors = {
+        "binding": (binding, torch_includes(), torch_libraries()),
+        "serving": ([OPS / "_cpu/chosen.cpp", *serving], [], ["-fopenmp", "-ldl"]),
+    }
     commands, objects = [], {}
-    for source in bindings:
-        objects.setdefault("binding", []).append(scratch / f"binding_{source.parent.name}_{source.stem}.o")
-        flags = ("-std=c++20", "-O2", "-fopenmp", *torch_includes(), *COMMON, *extra)
-        commands.append([compiler, *flags, "-c", str(source), "-o", str(objects["binding"][-1])])
+    for door, (sources, includes, _) in doors.items():
+        for source in sources:
+            objects.setdefault(door, []).append(scratch / f"{door}_{source.parent.name}_{source.stem}.o")
+            flags = ("-std=c++20", "-O2", "-fopenmp", *includes, *COMMON, *extra)
+            commands.append([compiler, *flags, "-c", str(source), "-o", str(objects[door][-1])])
     for level, isa in levels.items():
         for source in kernels:
             objects.setdefault(level, []).append(scratch / f"{level}_{source.parent.name}_{source.stem}.o")
@@ -104,13 +112,15 @@ def build(compiler: str, target: Path, scratch: Path) -> None:
             commands.append([compiler, *flags, "-c", str(source), "-o", str(objects[level][-1])])
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(run, commands))
+    linked: list[Path] = []
     for name, parts in objects.items():
-        libraries = torch_libraries() if name == "binding" else []
-        output = target / ("binding.so" if name == "binding" else f"kernels_{name}.so")
-        # Linked under another name and renamed: a process that has the old file mapped keeps it.
-        fresh = output.with_suffix(".so.new")
-        run([compiler, "-shared", *extra, *map(str, parts), *libraries, "-o", str(fresh)])
-        fresh.replace(output)
+        libraries = doors[name][2] if name in doors else []
+        output = target / (f"{name}.so" if name in doors else f"kernels_{name}.so")
+        # Linked under another name and renamed together: a process that has an old file mapped keeps it.
+        linked.append(output.with_suffix(".so.new"))
+        run([compiler, "-shared", *extra, *map(str, parts), *libraries, "-o", str(linked[-1])])
+    for fresh in linked:
+        fresh.replace(fresh.with_suffix(""))
 
 
 def run(command: list[str]) -> None:

@@ -73,13 +73,15 @@ class Cache:
 class Facts:
     """This machine. `isa` is the level in force, `isa_available` the highest the machine has.
 
-    `cores`: how many this process may keep busy (affinity and cgroup quota). `memory_bytes`: what is
+    `cores`: how many this process may keep busy (affinity and cgroup quota); `physical_cores`: the same where
+    hardware threads that share a core's units count once. `memory_bytes`: what is
     installed; `memory_limit_bytes`: what this process may use (the cgroup limit where one is lower).
     """
 
     processor: Fact[str]
     architecture: Fact[str]
     cores: Fact[int]
+    physical_cores: Fact[int]
     memory_bytes: Fact[int]
     memory_limit_bytes: Fact[int]
     caches: Fact[tuple[Cache, ...]]
@@ -130,11 +132,12 @@ def detect(
     architecture = _architecture(cpuinfo, root)
     flags = _flags(cpuinfo, root)
     available = _isa_available(architecture.value, flags, root)
-    physical = _memory(root)
+    physical, cores = _memory(root), _cores(root)
     facts = Facts(
         processor=_processor(cpuinfo),
         architecture=architecture,
-        cores=_cores(root),
+        cores=cores,
+        physical_cores=_physical_cores(root, cores),
         memory_bytes=physical,
         memory_limit_bytes=_memory_limit(root, physical),
         caches=_caches(root),
@@ -318,6 +321,14 @@ def _cores(root: Path) -> Fact[int]:
             if allowed < cores:
                 cores, source = allowed, f"cgroup {name} {quota}/{period}"
     return Fact(cores, source)
+
+
+def _physical_cores(root: Path, cores: Fact[int]) -> Fact[int]:
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    folder = root / "sys/devices/system/cpu"
+    siblings = [_read(folder / f"cpu{cpu}/topology/thread_siblings_list").strip() for cpu in allowed]
+    found = len(set(siblings))
+    return Fact(found, f"{folder}/*/topology") if all(siblings) and found < cores.value else cores
 
 
 def _memory(root: Path) -> Fact[int]:

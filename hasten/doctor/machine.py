@@ -28,6 +28,7 @@ def machine(facts: Facts) -> dict[str, dict[str, Any]]:
         "processor": facts.processor,
         "architecture": facts.architecture,
         "cores": facts.cores,
+        "physical_cores": facts.physical_cores,
         "memory_bytes": facts.memory_bytes,
         "memory_limit_bytes": facts.memory_limit_bytes,
         "bf16_in_hardware": facts.bf16_in_hardware,

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-import hasten.ops  # noqa: F401  (defines the operators that replacements call)
+import hasten.ops.every  # noqa: F401  (defines the operators that replacements call)
 from hasten.base.errors import ConfigError
 from hasten.graph.matcher import Match, Pattern, find, trace_pattern
 from hasten.graph.nodes import annotate, dtype_of, is_barrier, mutated_nodes, segments, shape_of, value

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from hasten.base.errors import InputError
 from hasten.models.gguf_file import GgufFile
-from hasten.ops.panels import GGUF, LANES, Panels, pack_codes
+from hasten.ops.panels import GGUF, LANES, Panels
+from hasten.ops.panels.reference import pack_codes
 
 Array = NDArray[Any]
 # Weights that are decoded at a time: bounds what opening takes beside the panels (about 10 bytes for each).
@@ -90,7 +91,7 @@ def gguf_panels(
             pack_codes(codes, scales, minima, format, unit, out=data[panels])
         except ValueError as error:
             raise InputError(f"{file.path}: tensor {name!r} is damaged: {error}") from error
-    return Panels(data, format, N, K, unit)
+    return Panels(data.numpy(), format, N, K, unit)
 
 
 def _exponent(file: GgufFile, name: str, kind: str) -> int:

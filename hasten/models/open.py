@@ -51,18 +51,6 @@ def open_model(
         raise InputError(f"cannot open {path_or_id}: {error.strerror or error}") from error
 
 
-def locate(path_or_id: str | Path, cache_dir: str | Path | None = None) -> Path | None:
-    """The file or folder that `path_or_id` names; a preset is fetched. None for a hub id and for nothing.
-
-    Raises InputError as `open_model` does where a preset cannot be fetched.
-    """
-    path = Path(path_or_id).expanduser()
-    if path.exists():
-        return path
-    name = str(path_or_id)
-    return fetch(name, PRESETS[name], cache_folder(cache_dir).value) if name in PRESETS else None
-
-
 def folder_skeleton(folder: Path) -> Any:
     """The causal model of a Hugging Face folder in eval mode: parameters on the meta device, buffers real.
 

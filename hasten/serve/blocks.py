@@ -32,6 +32,9 @@ class Pool:
         self._by_key: dict[bytes, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
         """Blocks with a key and no holder, the longest unused first."""
+        self.used = 0
+        """Blocks that were ever held: those of the lowest numbers, since a new one is the next."""
+        self._touched = 0
 
     @property
     def available(self) -> int:
@@ -61,6 +64,16 @@ class Pool:
         else:
             return -1
         self.holders[block] = 1
+        self.used = max(self.used, block + 1)
+        return block
+
+    def next_untouched(self, ahead: int) -> int:
+        """The next block that nobody has held yet and that was not given here before, as long as there are
+        fewer than `ahead` of these; else -1."""
+        block = max(self._touched, self.used)
+        if block >= min(self.count, self.used + ahead):
+            return -1
+        self._touched = block + 1
         return block
 
     def find(self, key: bytes) -> int:

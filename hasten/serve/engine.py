@@ -279,7 +279,8 @@ class Engine:
         """
         with self._changed:
             while not (self._steps.jobs or self._submitted or self._cancelled or self._stopped is not None):
-                self._changed.wait()
+                if not self._idle():
+                    self._changed.wait()
             submitted, cancelled = list(self._submitted), list(self._cancelled)
             self._submitted.clear()
             self._cancelled.clear()
@@ -294,6 +295,14 @@ class Engine:
         if abort_at_s is not None and perf_counter() >= abort_at_s:
             self._steps.end_all("error", "the engine was stopped before the answer was complete")
         return bool(self._steps.jobs)
+
+    def _idle(self) -> bool:
+        """Does a little of what is useful later; whether there was something. Others may come meanwhile."""
+        self._changed.release()
+        try:
+            return self._steps.touch_next()
+        finally:
+            self._changed.acquire()
 
     def _leave_queue(self) -> None:
         with self._changed:

@@ -1,18 +1,17 @@
-"""A program with addresses: the arena, the pool of keys and values, and the words that
-`hasten_cpu::program_run` reads. `sharing.py` says how threads share the work, and plans the arena."""
+"""A program with addresses: the arena, the pool of keys and values, and the words that native code reads
+(ops/program/serving.cpp). `sharing.py` says how threads share the work, and plans the arena."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from hasten.base.errors import InputError, first_line
+from hasten.base.errors import InputError, ShapeError, first_line
+from hasten.ops.level import lend_product, threads
+from hasten.ops.memory import address, aligned, pages, take_pages
 from hasten.ops.panels import Panels
 from hasten.serve.fuse import fuse
 from hasten.serve.program import OPCODES, Instruction, Program, Ref
@@ -36,7 +35,7 @@ class CacheSettings:
 
 
 class Linked:
-    """Keeps every tensor that the words point to."""
+    """Keeps every array that the words point to."""
 
     def __init__(
         self,
@@ -46,29 +45,40 @@ class Linked:
         step_tokens: int,
         step_logits: int,
     ) -> None:
-        """panels: one for each matrix of the program, in order."""
+        """panels: one for each matrix of the program, in order.
+
+        Raises:
+            ShapeError: a vector or table is not contiguous float32.
+            InputError: no memory for keys and values.
+        """
+        lend_product()
+        for array in (*program.vectors, *program.tables):
+            if array.dtype != np.float32 or not array.flags.c_contiguous:
+                raise ShapeError(
+                    f"vectors and tables of a program are contiguous float32; got {array.dtype} "
+                    f"{list(array.shape)}"
+                )
         formats = [p.format for p in panels]
         self.program = fuse(program, lambda a, b: formats[a].kind == formats[b].kind)
         self.panels, self.vectors, self.tables = list(panels), list(program.vectors), list(program.tables)
         self.step_tokens, self.step_logits = step_tokens, step_logits
         self.ordered = with_prepare(self.program.instructions, formats)
-        self.logits = _aligned(step_logits * program.vocab_size).view(step_logits, program.vocab_size)
+        self.logits = aligned(step_logits * program.vocab_size).reshape(step_logits, program.vocab_size)
         self.matrices = self._matrix_words()
         self.cache_settings = cache
         self.cache, self.layers = self._cache(cache)
         self._places = {way: self._place(arrange(self.ordered, program.logits, way), way) for way in WAYS}
-        self.arena = _aligned(max(place.floats for place in self._places.values()))
-        self._ways: dict[int, list[Tensor]] = {}
-        self._own: dict[int, Tensor] = {}
-        self.ways(torch.get_num_threads())
+        self.arena = aligned(max(place.floats for place in self._places.values()))
         widest = max((use.K for use in program.matrices), default=1)
         # Rows of a blocked product are padded to 32.
-        self.prepared = _aligned(-(-step_tokens // 32) * 32 * (widest + 64))
-        self.prepared_row = 4 * (widest + 64)
+        self.prepared = aligned(-(-step_tokens // 32) * 32 * (widest + 64))
         heads = max((one.n0 // one.ints[2] for one in self.ordered if one.op == "attend"), default=1)
-        self.sizes = [CACHES.index(cache.dtype), FEW_ROWS, max(1, TILE_ROWS // heads), self.prepared_row]
+        self._sizes = [4 * (widest + 64), CACHES.index(cache.dtype), FEW_ROWS, max(1, TILE_ROWS // heads)]
+        self._words_of: dict[int, np.ndarray] = {}
+        self._kept: list[np.ndarray] = []
+        self.words(threads())
 
-    def _matrix_words(self) -> Tensor:
+    def _matrix_words(self) -> np.ndarray:
         kind = np.dtype(
             [("data", "<u8"), ("panel_bytes", "<i8"), ("format", "<i4"), ("bits", "<i4"), ("group", "<i4"),
              ("zero", "<i4"), ("unit", "<f4"), ("_", "<i4"), ("N", "<i8"), ("K", "<i8"), ("bias", "<u8")]
@@ -76,14 +86,14 @@ class Linked:
         words = np.zeros(max(1, len(self.panels)), kind)
         for i, (panels, use) in enumerate(zip(self.panels, self.program.matrices, strict=True)):
             form = panels.format
-            bias = self.vectors[use.bias].data_ptr() if use.bias >= 0 else 0
+            bias = address(self.vectors[use.bias]) if use.bias >= 0 else 0
             words[i] = (
-                panels.data.data_ptr(), form.panel_bytes(panels.K), form.code, form.bits, form.group,
+                address(panels.data), form.panel_bytes(panels.K), form.code, form.bits, form.group,
                 -1 if form.zero is None else form.zero, panels.unit, 0, panels.N, panels.K, bias,
             )  # fmt: skip
-        return torch.from_numpy(words.view(np.uint8).copy())
+        return words
 
-    def _cache(self, settings: CacheSettings) -> tuple[list[Tensor], Tensor]:
+    def _cache(self, settings: CacheSettings) -> tuple[list[np.ndarray], np.ndarray]:
         """A pool for each group, and a layer's first block, strides and sizes.
 
         The layers of a block lie side by side, so that a sequence's blocks fill whole pages and not a part of
@@ -103,16 +113,23 @@ class Linked:
             )
             taken[group] += layer.heads * head
         pools = [_pool(blocks * block) for blocks, block in zip(settings.blocks, taken, strict=True)]
-        words = [(pools[s[5]].data_ptr() + 4 * at, taken[s[5]], *s) for at, s in layers]
-        return pools, torch.tensor(words, dtype=torch.int64)
+        words = [(address(pools[s[5]]) + 4 * at, taken[s[5]], *s) for at, s in layers]
+        return pools, np.array(words, np.int64)
 
     def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.cache)
+        return sum(pool.nbytes for pool in self.cache)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """One block of every layer of a group, onto another."""
-        blocks = self.cache[group].view(self.cache_settings.blocks[group], -1)
+        blocks = self._blocks(group)
         blocks[target] = blocks[source]
+
+    def touch_block(self, group: int, block: int) -> None:
+        """Takes the pages of a block, so that they are there when it is written."""
+        take_pages(self._blocks(group)[block])
+
+    def _blocks(self, group: int) -> np.ndarray:
+        return self.cache[group].reshape(self.cache_settings.blocks[group], -1)
 
     def _place(self, arrangement: Arrangement, way: str) -> _Place:
         """Where roots lie in the arena, and in what each thread has for itself."""
@@ -120,7 +137,7 @@ class Linked:
         rows = min(FEW_ROWS, self.step_tokens) if way == "few" else self.step_tokens
         selected = min(rows, self.step_logits)
         shared = set(range(len(program.roots))) - {program.logits} - arrangement.private
-        offsets, widths = plan_arena(instructions, program.roots, shared, arrangement.meets)
+        offsets, widths = plan_arena(instructions, program.roots, shared, arrangement.meets, arrangement.kept)
         at = {
             root: 4
             * (offset * selected + widths[0] * rows if program.roots[root].selected else offset * rows)
@@ -135,25 +152,30 @@ class Linked:
             own[0] * rows,
         )
 
-    def ways(self, threads: int) -> list[Tensor]:
-        """The instructions of each of `WAYS`, [threads, n, 45] words of 64 bits, or [1, n, 45] where no
-        thread has memory of its own."""
-        if threads not in self._ways:
-            most = max(place.own_floats for place in self._places.values())
-            own = self._own[threads] = _aligned(threads * most)
-            found = []
-            for way, place in self._places.items():
-                tables = [
-                    self._table(place, own.data_ptr() + 4 * most * thread)
-                    for thread in range(threads if way == "few" else 1)
-                ]
-                found.append(torch.from_numpy(np.stack(tables)))
-            self._ways[threads] = found
-        return self._ways[threads]
+    def words(self, threads: int) -> np.ndarray:
+        """int64 [13]: `Linked` of ops/program/serving.cpp, for steps that so many threads run together."""
+        if threads not in self._words_of:
+            ways = [self._way(way, threads) for way in self._places]
+            given = [*ways, len(self.ordered), address(self.matrices), address(self.layers)]
+            given += [address(self.prepared), *self._sizes, address(self.logits), self.logits.shape[1]]
+            self._words_of[threads] = np.array(given, np.int64)
+        return self._words_of[threads]
+
+    def _way(self, way: str, threads: int) -> int:
+        """Where the instructions of one of `WAYS` lie: [threads, n, 45] words of 64 bits, or [1, n, 45] where
+        no thread has memory of its own."""
+        place = self._places[way]
+        own = aligned(threads * place.own_floats)
+        tables = [
+            self._table(place, address(own) + 4 * place.own_floats * thread)
+            for thread in range(threads if way == "few" else 1)
+        ]
+        self._kept += own, np.stack(tables)
+        return address(self._kept[-1])
 
     def _table(self, place: _Place, own: int) -> Any:
-        bases = {self.program.logits: self.logits.data_ptr()}
-        bases |= {root: self.arena.data_ptr() + at for root, at in place.shared.items()}
+        bases = {self.program.logits: address(self.logits)}
+        bases |= {root: address(self.arena) + at for root, at in place.shared.items()}
         bases |= {root: own + at for root, at in place.own.items()}
         to_do = zip(self.ordered, place.arrangement.shares, place.arrangement.meets, strict=True)
         return np.stack([self._words(one, (int(meet), share), bases) for one, share, meet in to_do])
@@ -165,9 +187,9 @@ class Linked:
             base, stride, by = bases[ref.index], self.program.roots[ref.index].width, 0
         elif ref.kind == "table":
             table = self.tables[ref.index]
-            base, stride, by = table.data_ptr(), table.shape[1], 1
+            base, stride, by = address(table), table.shape[1], 1
         else:
-            base, stride, by = self.vectors[ref.index].data_ptr(), 0, 2
+            base, stride, by = address(self.vectors[ref.index]), 0, 2
         return [base + 4 * ref.offset, stride, ref.s0, ref.s1, by]
 
     def _words(self, one: Instruction, how: tuple[int, int], bases: dict[int, int]) -> Any:
@@ -191,26 +213,16 @@ class _Place:
     own_floats: int
 
 
-def _aligned(floats: int) -> Tensor:
-    """Zeros at a multiple of 64 bytes, whose pages are taken when they are first written."""
-    held = torch.from_numpy(np.zeros(floats + LANES, np.float32))
-    skip = -(held.data_ptr() // 4) % LANES
-    return held[skip : skip + floats]
-
-
-def _pool(floats: int) -> Tensor:
-    """Zeros whose pages are taken when they are first written: small ones, unless the system always gives
-    huge ones. A huge page that the system must first put together, or a hypervisor provide, takes longer than
-    the 512 small ones that a prompt would have touched (docs/LOG.md, 2026-11-30).
+def _pool(floats: int) -> np.ndarray:
+    """Zeros for keys and values.
 
     Raises:
         InputError: the system has no room for it.
     """
     try:
-        region = mmap.mmap(-1, max(4 * floats, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
+        return pages(floats, np.float32)
+    except MemoryError as error:
         raise InputError(
-            f"{4 * floats / 1e9:,.1f} GB for keys and values cannot be had: {first_line(error)}; give the "
-            "cache less memory (--cache-gib), or a shorter context"
+            f"keys and values: {first_line(error)}; give the cache less memory (--cache-gib), or a shorter "
+            "context"
         ) from error
-    return torch.frombuffer(region, dtype=torch.float32, count=floats)

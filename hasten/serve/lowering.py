@@ -9,9 +9,10 @@ What a node becomes is told by its operator alone: here views, norms, linear lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -54,8 +55,12 @@ def lower(whole: Whole, dense: Callable[[str], Tensor], vocab_size: int, context
         )
     return Program(
         tuple(rows.instructions), tuple(rows.roots), tuple(rows.matrices), tuple(rows.layers),
-        logits.index, vocab_size, rows.context_tokens, tuple(rows.vectors), tuple(rows.tables),
+        logits.index, vocab_size, rows.context_tokens, _floats(rows.vectors), _floats(rows.tables),
     )  # fmt: skip
+
+
+def _floats(tensors: Sequence[Tensor]) -> tuple[np.ndarray, ...]:
+    return tuple(tensor.detach().float().contiguous().numpy() for tensor in tensors)
 
 
 def _find_head(rows: Rows, node: Any) -> fx.Node:

@@ -1,9 +1,9 @@
 """From what people call a model to something that serves it: a program from disk, a new one, or the model.
 
-A program and its packed weights are kept on disk (`store.py`). When they are there, nothing of transformers
-is imported. Otherwise the model is opened without its weights, captured and lowered, its weights are packed
-one by one, and the result is stored. A model that cannot be lowered is served through its ordinary forward
-pass, and the reason is in `About`.
+A program and its packed weights are kept on disk (`store.py`). When they are there, neither torch nor
+transformers is imported. Otherwise the model is opened without its weights, captured and lowered, its weights
+are packed one by one, and the result is stored. A model that cannot be lowered, or whose program no kernels
+run here, is served through its ordinary forward pass, and the reason is in `About`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hasten.base import allocator
 from hasten.base.errors import CaptureError, ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.screen import Screen
+from hasten.ops import level
 from hasten.serve.engine import Engine, EngineSettings, Observer
 from hasten.serve.runner import BLOCK_TOKENS, Runner
 from hasten.serve.store import Store, Stored, store_key
@@ -99,7 +100,7 @@ def open_runner(
     choice = {"weights": weights, "context": context_tokens}
     store = Store()
     key = store_key(fingerprint, choice) if fingerprint else ""
-    found = store.load(key) if key else None
+    found = store.load(key) if key and not level.refusal() else None
     from_disk = isinstance(found, Stored)
     if isinstance(found, Stored):
         stored = found
@@ -185,7 +186,7 @@ def _bits(weights: str) -> float | None:
 
 def _locate(model: str | Path) -> tuple[Any, str]:
     """The model's place and the fingerprint of its files; empty for one on the hub that is not here yet."""
-    from hasten.models.open import locate
+    from hasten.models.locate import locate
     from hasten.serve.fingerprint import model_fingerprint
 
     place = locate(model)
@@ -195,7 +196,7 @@ def _locate(model: str | Path) -> tuple[Any, str]:
 def _make(
     path: Any, weights: str, context_tokens: int | None, screen: Screen, step_tokens: int
 ) -> Stored | Served:
-    """A new program with its weights, or the ordinary model where it cannot be lowered."""
+    """A new program with its weights, or the ordinary model where it cannot be lowered or run."""
     from hasten.graph.whole import capture_whole
     from hasten.serve.lowering import lower
     from hasten.serve.weights import open_source
@@ -211,6 +212,8 @@ def _make(
         raise ConfigError(f"context of {context_tokens} tokens; {path} has positions for {longest}")
     started = time.perf_counter()
     try:
+        if reason := level.refusal():
+            raise CaptureError(f"a program needs native kernels, and there are none: {reason}")
         with screen.bar("capturing", 1):
             program = lower(capture_whole(skeleton), source.dense, config.vocab_size, context)
     except CaptureError as error:
@@ -218,8 +221,8 @@ def _make(
         return _ordinary(path, str(error), words, context, step_tokens)
     captured_s = time.perf_counter() - started
     panels, note = _pack(path, source, program, weights, screen)
-    tables = {f"v{i}": tensor for i, tensor in enumerate(program.vectors)}
-    tables |= {f"t{i}": tensor for i, tensor in enumerate(program.tables)}
+    tables = {f"v{i}": array for i, array in enumerate(program.vectors)}
+    tables |= {f"t{i}": array for i, array in enumerate(program.tables)}
     note |= {"capture_s": captured_s, "instructions": len(program.instructions)}
     return Stored(Path(), program.as_dict(), {f"m{i}": p for i, p in enumerate(panels)}, tables, words, note)
 
@@ -363,7 +366,7 @@ def _linked(stored: Any, cache: str, cache_bytes: int | None, step_tokens: int) 
     blocks = max(int((cache_bytes or wanted) / per_token) // BLOCK_TOKENS, 1)
     settings = CacheSettings(cache, tuple(blocks for _ in program.windows()))
     linked = Linked(program, panels, settings, step_tokens, STEP_LOGITS)
-    distinct = {id(p.data): p.nbytes for p in panels}
+    distinct = {id(p): p.nbytes for p in panels}
     return NativeRunner(linked), {"weight_bytes": sum(distinct.values()), "cache_bytes_per_token": per_token}
 
 

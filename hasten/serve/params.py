@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hasten.base.errors import ConfigError
-from hasten.ops.sampling.reference import COLDEST
+from hasten.ops.sampling.rule import COLDEST
 
 if TYPE_CHECKING:
     from hasten.serve.grammar import Grammar

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
-from hasten.ops.program.reference import BINARY, FUNCTION, FUNCTIONS, KINDS
-from hasten.serve.weights import Weight
+from hasten.ops.program.codes import BINARY, FUNCTION, FUNCTIONS, KINDS
 
 __all__ = [
     "BINARY",
@@ -27,6 +26,7 @@ __all__ = [
     "Program",
     "Ref",
     "Root",
+    "Weight",
 ]
 
 OPCODES = (
@@ -87,6 +87,22 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A matrix [N, K] of a program: a part of a parameter, or all matrices of a stack, one below another."""
+
+    name: str
+    """Of the parameter in the transformers model, e.g. `model.layers.0.self_attn.q_proj.weight`."""
+    transposed: bool = False
+    """Whether the program's [N, K] is the parameter's transpose (GPT-2's Conv1D)."""
+    rows: tuple[int, int] | None = None
+    """A part of the program's rows."""
+    columns: tuple[int, int] | None = None
+    role: str = "projection"
+    """`projection`, `embedding` or `head`."""
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
 class MatrixUse:
     """A weight matrix [N, K] with an optional bias (an index into `vectors`)."""
 
@@ -98,7 +114,8 @@ class MatrixUse:
 
 @dataclass(frozen=True)
 class Program:
-    """What a model computes for a row of logits. The last instruction writes `logits`, a selected root."""
+    """What a model computes for a row of logits. The last instruction writes `logits`, a selected root.
+    Vectors [n] and tables [positions, n] are float32."""
 
     instructions: tuple[Instruction, ...]
     roots: tuple[Root, ...]
@@ -107,21 +124,21 @@ class Program:
     logits: int
     vocab_size: int
     context_tokens: int
-    vectors: tuple[Tensor, ...] = field(default=(), compare=False)
-    tables: tuple[Tensor, ...] = field(default=(), compare=False)
+    vectors: tuple[np.ndarray, ...] = field(default=(), compare=False)
+    tables: tuple[np.ndarray, ...] = field(default=(), compare=False)
 
     def windows(self) -> tuple[int, ...]:
         """The windows that occur, 0 first: one group of the cache each."""
         return tuple(sorted({layer.window_tokens for layer in self.layers}))
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the tensors, for a file."""
+        """All but the arrays, for a file."""
         plain = replace(self, vectors=(), tables=())
         return asdict(plain)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], vectors: list[Tensor], tables: list[Tensor]) -> Program:
-        """The inverse of `as_dict`, with the tensors."""
+    def from_dict(cls, data: dict[str, Any], vectors: list[np.ndarray], tables: list[np.ndarray]) -> Program:
+        """The inverse of `as_dict`, with the arrays."""
 
         def ref(given: dict[str, Any] | None) -> Ref | None:
             return None if given is None else Ref(**given)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import InputError, ShapeError
-from hasten.ops.panels import Format, Panels, pack, pack_codes
+from hasten.ops.panels import Format, Panels
+from hasten.ops.panels.reference import pack, pack_codes
 
 # Weights looked at together; temporaries of that size stay in the caches.
 _CHUNK = 1 << 18

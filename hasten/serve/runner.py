@@ -89,6 +89,15 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class TouchingRunner(Runner, Protocol):
+    """One whose cache takes its memory from the system when it is first written, which takes a while."""
+
+    def touch(self, group: int, block: int) -> None:
+        """Takes the memory of a block that holds nothing yet."""
+        ...
+
+
+@runtime_checkable
 class GreedyRunner(Runner, Protocol):
     """One that can run several steps in a call, where each next token is that with the largest logit."""
 

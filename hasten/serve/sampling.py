@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from hasten.base.errors import ConfigError, GrammarError, SamplingError
 from hasten.ops import sampling as ops
@@ -177,7 +176,7 @@ class Sampler:
         history = self._history
         if history is not None:
             words[_HISTORY], words[_HISTORY_SIZE] = len(lists.histories), history.size
-            lists.histories.append(history.tensor)
+            lists.histories.append(history.pairs)
         mask = None if self.matcher is None else self.matcher.mask()
         bias = self._bias
         if self._early:
@@ -191,11 +190,11 @@ class Sampler:
             lists.bias_values.append(bias[1])
         if mask is not None:
             words[_MASK] = len(lists.masks)
-            lists.masks.append(torch.from_numpy(mask))
+            lists.masks.append(mask)
 
 
 def sample(
-    logits: np.ndarray | torch.Tensor,
+    logits: np.ndarray,
     rows: Sequence[int],
     samplers: Sequence[Sampler],
     ahead: Sequence[int] | None = None,
@@ -213,12 +212,11 @@ def sample(
         SamplingError: rows give no token; it names them. The others can be drawn again without them.
         ShapeError: the logits are not float32 [L, V].
     """
-    x = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(logits)
     for sampler in samplers:
         if not sampler.plain:
             break
     else:
-        tokens = ops.argmax(x, rows).tolist()
+        tokens = ops.argmax(logits, rows).tolist()
         if tokens and min(tokens) < 0:
             raise _failure(tokens, rows)
         return [Sampled(token) for token in tokens]
@@ -240,7 +238,7 @@ def sample(
             reasons.append(f"row {row} of the logits: {error}")
     if failed:
         raise SamplingError(tuple(failed), tuple(reasons))
-    drawn = ops.sample(x, torch.from_numpy(table), lists)
+    drawn = ops.sample(logits, table, lists)
     tokens = drawn.tokens.tolist()
     if tokens and min(tokens) < 0:
         raise _failure(tokens, rows)
@@ -253,25 +251,27 @@ def sample(
     ]
 
 
-def score(logits: np.ndarray | torch.Tensor, tokens: Sequence[int], top: int) -> list[Sampled]:
+def score(logits: np.ndarray, tokens: Sequence[int], top: int) -> list[Sampled]:
     """Log-probabilities of given tokens: `tokens[i]` by row i of float32 logits [L, V], and of the `top` most
     likely ones.
 
     Raises:
         SamplingError: a row has NaN or +infinity, or nothing but -infinity; it names them.
     """
-    x = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(logits)
-    logprobs = torch.log_softmax(x, dim=-1)
-    wrong = logprobs.isnan().any(dim=-1).nonzero().flatten().tolist()
+    rows = range(len(tokens))
+    highest = logits.max(axis=1)
+    wrong = np.flatnonzero(~np.isfinite(highest)).tolist()
     if wrong:
-        raise _failure([ops.NOT_FINITE if i in wrong else 0 for i in range(len(tokens))], range(len(tokens)))
-    own = logprobs.gather(1, torch.tensor(tokens, dtype=torch.int64)[:, None]).flatten().tolist()
-    best = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
-    listed = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [
-        Sampled(token, value, tuple(zip(ids, values, strict=True)))
-        for token, value, (ids, values) in zip(tokens, own, listed, strict=True)
-    ]
+        raise _failure([ops.NOT_FINITE if i in wrong else 0 for i in rows], rows)
+    found = []
+    for logit, most, token in zip(logits, highest, tokens, strict=True):
+        with np.errstate(over="ignore"):  # of the lowest from the highest number: -infinity, as it should be
+            row = logit - (most + np.log(np.exp(logit - most).sum(dtype=np.float64))).astype(np.float32)
+        best = np.argpartition(-row, min(top, len(row) - 1))[:top]
+        best = best[np.lexsort((best, -row[best]))]
+        pairs = zip(best.tolist(), row[best].tolist(), strict=True)
+        found.append(Sampled(token, float(row[token]), tuple(pairs)))
+    return found
 
 
 def _with_logprobs(token: int, wanted: int | None, logprobs: list[float], listed: list[int]) -> Sampled:
@@ -293,43 +293,42 @@ class _History:
         seen = np.unique(np.asarray(prompt_tokens, np.int32))
         seen = seen[(seen >= 0) & (seen < vocab_size)]
         self.size = self._prompt = len(seen)
-        self._pairs = np.zeros((self.size + 64, 2), np.int32)
-        self._pairs[: self.size, 0] = seen
+        self.pairs = np.zeros((self.size + 64, 2), np.int32)
+        self.pairs[: self.size, 0] = seen
         self._places = {token: place for place, token in enumerate(seen.tolist())}
-        self.tensor = torch.from_numpy(self._pairs)
 
     def add(self, token: int) -> None:
         place = self._places.get(token)
         if place is None:
-            if self.size == len(self._pairs):
+            if self.size == len(self.pairs):
                 self._grow(2 * self.size)
             place = self._places[token] = self.size
-            self._pairs[place] = token, 1
+            self.pairs[place] = token, 1
             self.size += 1
             return
-        self._pairs[place, 1] = max(0, self._pairs[place, 1]) + 1
+        self.pairs[place, 1] = max(0, self.pairs[place, 1]) + 1
 
     def remove(self, token: int) -> None:
         place = self._places[token]
-        count = int(self._pairs[place, 1]) - 1
-        self._pairs[place, 1] = count if count or place < self._prompt else -1
+        count = int(self.pairs[place, 1]) - 1
+        self.pairs[place, 1] = count if count or place < self._prompt else -1
 
     def copy(self) -> _History:
         other = _History.__new__(_History)
         other.__dict__.update(self.__dict__)
         other._places = dict(self._places)
-        other._grow(len(self._pairs))
+        other._grow(len(self.pairs))
         return other
 
     def _grow(self, size: int) -> None:
         pairs = np.zeros((size, 2), np.int32)
-        pairs[: self.size] = self._pairs[: self.size]
-        self._pairs, self.tensor = pairs, torch.from_numpy(pairs)
+        pairs[: self.size] = self.pairs[: self.size]
+        self.pairs = pairs
 
 
 def _bias(
     given: Mapping[int, float], forbidden: frozenset[int], vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Tokens and what is added to their logits."""
     outside = [token for token in given if token >= vocab_size]
     if outside:
@@ -340,9 +339,7 @@ def _bias(
     joined = dict(given) | dict.fromkeys(forbidden, -math.inf)
     if not joined:
         return None
-    return torch.tensor(list(joined), dtype=torch.int32), torch.tensor(
-        list(joined.values()), dtype=torch.float32
-    )
+    return np.array(list(joined), np.int32), np.array(list(joined.values()), np.float32)
 
 
 def _without(mask: np.ndarray, tokens: frozenset[int]) -> np.ndarray:

@@ -17,7 +17,10 @@ Barriers. What a thread wrote by rows it may read by rows without meeting the ot
 overwriting of what was written since the last barrier needs one.
 
 Arena. A root's row lives from the instruction that writes it first to the barrier behind the last that reads
-it. Roots are placed largest first at the lowest offset that no overlapping life uses.
+it. Roots are placed largest first at the lowest offset that no overlapping life uses. Where threads have rows
+of their own, a row that only its own thread touches lives no longer than it is read, without a barrier; its
+place is then for such roots of one width alone. So what lies there is the same row of each and the same
+thread's, and no line goes from core to core.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ class Arrangement:
     meets: list[bool]
     private: set[int]
     """Roots of which every thread has rows of its own."""
+    kept: set[int] | None
+    """Where threads have rows of their own: the roots that nobody touches but the thread whose row it is."""
 
 
 def with_prepare(instructions: Sequence[Instruction], formats: Sequence[Any]) -> list[Instruction]:
@@ -85,7 +90,18 @@ def arrange(instructions: Sequence[Instruction], logits: int, way: str) -> Arran
     """One of `WAYS` to run a program; `logits` is the root that all of it is for."""
     private = _private_roots(instructions, logits, way)
     shares = [_share(one, private, way) for one in instructions]
-    return Arrangement(shares, _meets(instructions, shares, private, way), private)
+    kept = _kept_roots(instructions, shares) if way == "own" else None
+    return Arrangement(shares, _meets(instructions, shares, private, way), private, kept)
+
+
+def _kept_roots(instructions: Sequence[Instruction], shares: Sequence[Share]) -> set[int]:
+    touched = [
+        (ref.index, share)
+        for one, share in zip(instructions, shares, strict=True)
+        for ref in (*one.reads(), one.dst)
+        if ref is not None and ref.kind == "root"
+    ]
+    return {root for root, _ in touched} - {root for root, share in touched if share is not Share.ROWS}
 
 
 def _private_roots(instructions: Sequence[Instruction], logits: int, way: str) -> set[int]:
@@ -126,8 +142,6 @@ def _meets(
         needed = any(rows is None or written[r] != rows for r in reads if r in written) or any(
             rows is None or was[w] != rows for w in writes for was in (written, read) if w in was
         )
-        # Rows live until threads meet: if they only met where they must, the arena would be twice as large.
-        needed = needed or (way == "own" and one.op == "norm")
         if needed:
             written, read = {}, {}
         found.append(needed)
@@ -159,13 +173,19 @@ def plan_arena(
     roots: Sequence[Root],
     chosen: set[int],
     meets: Sequence[bool],
+    kept: set[int] | None = None,
 ) -> tuple[dict[int, int], tuple[int, int]]:
     """Offsets in floats a row of the chosen roots, and the floats a row of the two arenas: all rows, selected
     rows.
 
     meets: whether all threads that share the arena meet before an instruction. Until they do, one may still
     read what another has done with, so a life lasts until then.
+    kept: of `Arrangement`; a place is then for roots of one width that are kept, or that are not.
     """
+
+    def kind(root: int) -> Any:
+        return None if kept is None else (roots[root].width, root in kept)
+
     life: dict[int, tuple[int, int]] = {}
     for i, one in enumerate(instructions):
         for ref in (*one.reads(), *([one.dst] if one.dst is not None else [])):
@@ -173,6 +193,8 @@ def plan_arena(
                 first, _ = life.get(ref.index, (i, i))
                 life[ref.index] = (first, i)
     for index, (first, last) in life.items():
+        if kept is not None and index in kept:
+            continue
         after = (i for i in range(last + 1, len(instructions)) if meets[i])
         life[index] = (first, next(after, len(instructions)) - 1)
     offsets: dict[int, int] = {}
@@ -184,8 +206,7 @@ def plan_arena(
             (offsets[other], offsets[other] + -(-roots[other].width // LANES) * LANES)
             for other in offsets
             if roots[other].selected == roots[index].selected
-            and life[other][0] <= last
-            and first <= life[other][1]
+            and ((life[other][0] <= last and first <= life[other][1]) or kind(other) != kind(index))
         )
         at = 0
         for start, end in taken:

@@ -7,7 +7,7 @@
 
 KEY hashes the model's fingerprint, the choice of formats and the version of the code. A folder is written
 under a temporary name, synced and renamed. One that is damaged, incomplete or of other code is passed over
-with a reason and made again. Opening imports torch and no transformers.
+with a reason and made again. Opening imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 import hasten
 from hasten.base.cache import cache_folder
 from hasten.base.errors import HastenError, InputError, first_line
 from hasten.base.files import make_folder, sync_folder
+from hasten.ops.memory import address, pages
 from hasten.ops.panels import Panels, describe, restore
 from hasten.serve.words import Words
 
 _LAYOUT = 1
 _PROGRAM, _WEIGHTS, _WORDS, _MARK = "program.json", "weights.safetensors", "words.json", "store.json"
-_DTYPES = {
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PAGE_BYTES = 4096
@@ -68,7 +64,7 @@ class Stored:
     folder: Path
     program: dict[str, Any]
     panels: dict[str, Panels]
-    tables: dict[str, Tensor]
+    tables: dict[str, np.ndarray]
     words: Words | None
     note: dict[str, Any]
     """What was given to `save` for people to read: model, formats, errors."""
@@ -90,7 +86,7 @@ class Missing:
 @cache
 def _code_version() -> str:
     """Changes with every change of the package, so that no program of other code is run."""
-    digest = hashlib.sha256(f"{hasten.__version__} {_LAYOUT} {torch.__version__}".encode())
+    digest = hashlib.sha256(f"{hasten.__version__} {_LAYOUT} {version('torch')}".encode())
     root = Path(hasten.__file__).parent
     for file in sorted(root.rglob("*.py")):
         stat = file.stat()
@@ -117,7 +113,10 @@ class Store:
         self.keep, self.keep_bytes = keep, keep_bytes
 
     def load(self, key: str) -> Stored | Missing:
-        """The program of that key, or why there is none. Never an error for what lies on the disk."""
+        """The program of that key, or why there is none. Never an error for what lies on the disk.
+
+        Raises InputError where the system has no memory for its weights.
+        """
         folder = self.folder / key
         if not (folder / _MARK).is_file():
             return Missing(
@@ -125,6 +124,8 @@ class Store:
             )
         try:
             stored = _read(folder)
+        except MemoryError as error:
+            raise InputError(f"the weights in {folder}: {first_line(error)}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, HastenError) as error:
             return Missing(f"{folder} is damaged and will be made again ({first_line(error)})")
         _touch(folder)
@@ -135,7 +136,7 @@ class Store:
         key: str,
         program: Mapping[str, Any],
         panels: Mapping[str, Panels],
-        tables: Mapping[str, Tensor],
+        tables: Mapping[str, np.ndarray],
         words: Words | None = None,
         note: Mapping[str, Any] | None = None,
     ) -> Path:
@@ -146,8 +147,8 @@ class Store:
         make_folder(self.folder, f"cannot keep programs in {self.folder}")
         temporary = Path(tempfile.mkdtemp(dir=self.folder, prefix=f".{key}.", suffix=".tmp"))
         try:
-            tensors, names = _tensors(panels, tables)
-            checksums = _write_tensors(temporary / _WEIGHTS, tensors)
+            arrays, names = _arrays(panels, tables)
+            checksums = _write_arrays(temporary / _WEIGHTS, arrays)
             described = {name: describe(matrix) for name, matrix in panels.items()}
             _write(
                 temporary / _PROGRAM, json.dumps({"program": program, "panels": described, "names": names})
@@ -218,21 +219,21 @@ class Store:
         sync_folder(self.folder)
 
 
-def _tensors(
-    panels: Mapping[str, Panels], tables: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors to write, each once, and for every name (`panels/...`, `tables/...`) the one that it is."""
-    tensors: dict[str, Tensor] = {}
+def _arrays(
+    panels: Mapping[str, Panels], tables: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays to write, each once, and for every name (`panels/...`, `tables/...`) the one that it is."""
+    arrays: dict[str, np.ndarray] = {}
     names: dict[str, str] = {}
-    first: dict[tuple[int, int, torch.dtype, tuple[int, ...]], str] = {}
+    first: dict[tuple[int, np.dtype, tuple[int, ...]], str] = {}
     every = [(f"panels/{name}", matrix.data) for name, matrix in panels.items()]
-    every += [(f"tables/{name}", table.detach().contiguous()) for name, table in tables.items()]
-    for name, tensor in every:
-        same = (tensor.data_ptr(), tensor.numel(), tensor.dtype, tuple(tensor.shape))
-        names[name] = first.setdefault(same, name) if tensor.numel() else name
+    every += [(f"tables/{name}", np.asarray(table, order="C")) for name, table in tables.items()]
+    for name, array in every:
+        same = (address(array), array.dtype, array.shape)
+        names[name] = first.setdefault(same, name) if array.size else name
         if names[name] == name:
-            tensors[name] = tensor
-    return tensors, names
+            arrays[name] = array
+    return arrays, names
 
 
 def _write(file: Path, text: str) -> None:
@@ -247,21 +248,21 @@ def _power(size: int) -> int:
     return min(size & -size, _ALIGNMENT) if size else _ALIGNMENT
 
 
-def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Writes a safetensors file, one tensor after the other; returns their checksums.
+def _write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Writes a safetensors file, one array after the other; returns their checksums.
 
-    The format allows no gaps, so tensors lie in the order of the power of two that divides their size: each
+    The format allows no gaps, so arrays lie in the order of the power of two that divides their size: each
     begins at a multiple of its own. The data begin on a page.
     """
-    order = sorted(tensors, key=lambda name: -_power(tensors[name].nbytes))
+    order = sorted(arrays, key=lambda name: -_power(arrays[name].nbytes))
     header: dict[str, Any] = {}
     at = 0
     for name in order:
-        tensor = tensors[name]
-        end = at + tensor.nbytes
+        array = arrays[name]
+        end = at + array.nbytes
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
             "data_offsets": [at, end],
         }
         at = end
@@ -271,7 +272,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     with open(file, "wb") as handle:
         handle.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            raw = tensors[name].view(-1).view(torch.uint8).numpy()
+            raw = arrays[name].reshape(-1).view(np.uint8)
             handle.write(raw.data)
             checksums[name] = zlib.crc32(raw.data)
         handle.flush()
@@ -293,16 +294,16 @@ def _read(folder: Path) -> Stored:
         if _checksum(folder / name) != checksum:
             raise ValueError(f"{name} is not what was written")
     content = json.loads((folder / _PROGRAM).read_text(encoding="utf-8"))
-    tensors = _read_tensors(folder / _WEIGHTS, mark["tensors"])
+    arrays = _read_arrays(folder / _WEIGHTS, mark["tensors"])
     names = content["names"]
     held: dict[tuple[str, str], Panels] = {}
     panels = {}
     for name, description in content["panels"].items():
         key = (names[f"panels/{name}"], json.dumps(description))
         # What was one object is one again.
-        panels[name] = held.setdefault(key, restore(description, tensors[key[0]]))
+        panels[name] = held.setdefault(key, restore(description, arrays[key[0]]))
     tables = {
-        name.removeprefix("tables/"): tensors[stored]
+        name.removeprefix("tables/"): arrays[stored]
         for name, stored in names.items()
         if name.startswith("tables/")
     }
@@ -312,7 +313,7 @@ def _read(folder: Path) -> Stored:
     return Stored(folder, content["program"], panels, tables, words, mark["note"])
 
 
-def _read_tensors(file: Path, checksums: Mapping[str, int]) -> dict[str, Tensor]:
+def _read_arrays(file: Path, checksums: Mapping[str, int]) -> dict[str, np.ndarray]:
     size = file.stat().st_size
     with open(file, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
@@ -321,24 +322,24 @@ def _read_tensors(file: Path, checksums: Mapping[str, int]) -> dict[str, Tensor]
         header = json.loads(handle.read(length))
     begin = 8 + length
     if size <= _READ_BYTES:
-        data = torch.empty(size - begin, dtype=torch.uint8)
+        data = pages(size - begin)
         places = {name: entry["data_offsets"] for name, entry in header.items()}
         _fill(file, begin, data, places, checksums)
     else:
-        # Mapped for this process alone, so that torch may hand it out as writable memory.
-        data = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)[begin:]
-    tensors = {}
+        # Mapped for this process alone: nothing that is written to it reaches the file.
+        data = np.memmap(file, np.uint8, "c").view(np.ndarray)[begin:]
+    arrays = {}
     for name, entry in header.items():
         low, high = entry["data_offsets"]
-        tensors[name] = data[low:high].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-    return tensors
+        arrays[name] = data[low:high].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return arrays
 
 
 def _fill(
-    file: Path, begin: int, data: Tensor, places: Mapping[str, Any], checksums: Mapping[str, int]
+    file: Path, begin: int, data: np.ndarray, places: Mapping[str, Any], checksums: Mapping[str, int]
 ) -> None:
-    """Reads and checks every tensor, several at a time: reading and summing leave Python's lock."""
-    view: memoryview = data.numpy().data
+    """Reads and checks every array, several at a time: reading and summing leave Python's lock."""
+    view: memoryview = data.data
 
     def one(name: str) -> None:
         low, high = places[name]
@@ -351,11 +352,11 @@ def _fill(
                 while done < len(piece):
                     count = handle.readinto(piece[done:])
                     if not count:
-                        raise ValueError(f"tensor {name} ends early")
+                        raise ValueError(f"array {name} ends early")
                     done += count
                 total = zlib.crc32(piece, total)
         if total != checksums[name]:
-            raise ValueError(f"tensor {name} is not what was written")
+            raise ValueError(f"array {name} is not what was written")
 
     _all(one, places)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor
 
 from hasten.base.errors import InputError, ShapeError, nearest
-from hasten.ops.panels import BFLOAT16, FLOAT32, LANES, Format, Panels, pack
+from hasten.ops.panels import BFLOAT16, FLOAT32, LANES, Format, Panels
+from hasten.ops.panels.reference import pack
 from hasten.serve.fingerprint import files_fingerprint, folder_files
+from hasten.serve.program import Weight
 from hasten.serve.quantise import Quantised, quantise
 
 if TYPE_CHECKING:
@@ -30,22 +31,6 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HASH_BYTES = 1 << 24
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A matrix [N, K] of a program: a part of a parameter, or all matrices of a stack, one below another."""
-
-    name: str
-    """Of the parameter in the transformers model, e.g. `model.layers.0.self_attn.q_proj.weight`."""
-    transposed: bool = False
-    """Whether the program's [N, K] is the parameter's transpose (GPT-2's Conv1D)."""
-    rows: tuple[int, int] | None = None
-    """A part of the program's rows."""
-    columns: tuple[int, int] | None = None
-    role: str = "projection"
-    """`projection`, `embedding` or `head`."""
-    layer: int | None = None
 
 
 class Source(Protocol):
@@ -341,7 +326,8 @@ def open_source(path: str | Path) -> GgufSource | FolderSource | ModelSource:
 
     Raises InputError as `open_model` does.
     """
-    from hasten.models.open import locate, open_model
+    from hasten.models.locate import locate
+    from hasten.models.open import open_model
 
     place = locate(path)
     if place is not None and place.is_file():

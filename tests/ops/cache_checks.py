@@ -11,7 +11,8 @@ import torch
 from program_checks import CONTEXT, SHAPES, Builder, logits
 from torch import Tensor
 
-from hasten.ops.panels import FLOAT32, pack
+from hasten.ops.panels import FLOAT32
+from hasten.ops.panels.reference import pack
 from hasten.ops.program.reference import run
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.native_runner import NativeRunner

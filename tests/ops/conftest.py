@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +17,15 @@ FRESH = [
     (torch, "empty_strided"),
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
+    (np, "empty"),
 ]
 
 
-def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def fresh(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _poisoned(function: Callable[..., Any]) -> Callable[..., Any]:
+    def fresh(*args: Any, **kwargs: Any) -> Any:
         tensor = function(*args, **kwargs)
+        if isinstance(tensor, np.ndarray) and tensor.dtype.kind == "f":
+            tensor.fill(np.nan)
         if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point:
             with torch.no_grad():
                 tensor.fill_(float("nan"))

@@ -27,6 +27,7 @@ import hasten
 from hasten.base.facts import detect
 from hasten.ops import native
 from hasten.ops.cases import Case, _gradients, _outputs, all_cases, check_backward, check_forward
+from hasten.ops.level import doors
 
 LARGEST = 150_000
 """Input numbers of a case: small enough for the slowest level and for a process under sanitizers."""
@@ -159,6 +160,7 @@ def main() -> None:
     if options.brgemm:
         library = Path(native.__file__).parent / "_cpu" / f"kernels_{native.state().level}.so"
         torch.ops.hasten_cpu.load(str(library), True, True, 1 << 20, native.state().vnni)
+        doors().lend(*native.brgemm())
     calls = Calls()
     differ: list[str] = []
     if options.threads:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, Panels, pack, pack_codes, quantised, unpack
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, Panels, quantised
 from hasten.ops.panels.native import linear, rows
+from hasten.ops.panels.reference import pack, pack_codes, unpack
 
 FORMATS: tuple[Format, ...] = (
     FLOAT32,

@@ -6,26 +6,41 @@ occurs, with sizes that are no multiple of anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named, pack, quantised, unpack
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named, quantised
+from hasten.ops.panels.reference import pack, unpack
 from hasten.ops.program.reference import run
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.native_runner import NativeRunner
-from hasten.serve.program import FUNCTION, FUNCTIONS, KINDS, Instruction, Layer, MatrixUse, Program, Ref, Root
+from hasten.serve.program import (
+    FUNCTION,
+    FUNCTIONS,
+    KINDS,
+    Instruction,
+    Layer,
+    MatrixUse,
+    Program,
+    Ref,
+    Root,
+    Weight,
+)
 from hasten.serve.quantise import quantise
 from hasten.serve.runner import Step
-from hasten.serve.weights import Weight
 
 VOCABULARY, HIDDEN, INNER, CONTEXT = 37, 44, 50, 160
 # Heads, KV heads, size of a key and of a value, dims that turn.
 SHAPES = ((6, 2, 10, 10, 6), (3, 3, 8, 20, 8), (4, 1, 16, 16, 16), (2, 1, 9, 7, 4))
 EXACT, NARROW = 3e-5, 5e-2
+
+
+def floats(tensors: Sequence[Tensor]) -> tuple[np.ndarray, ...]:
+    return tuple(tensor.numpy() for tensor in tensors)
 
 
 class Builder:
@@ -182,7 +197,7 @@ class Builder:
         logits = self.linear(wanted, VOCABULARY, HIDDEN, selected=True)
         return Program(
             tuple(self.instructions), tuple(self.roots), tuple(self.uses), tuple(self.layers), logits.index,
-            VOCABULARY, CONTEXT, tuple(self.vectors), tuple(self.tables),
+            VOCABULARY, CONTEXT, floats(self.vectors), floats(self.tables),
         )  # fmt: skip
 
 

@@ -17,13 +17,13 @@ import pytest
 import hasten
 from hasten.base.errors import ConfigError
 from hasten.base.facts import ISA_LEVELS, Fact, detect
-from hasten.ops import native
+from hasten.ops import level as level_of
 
 PACKAGE = Path(hasten.__file__).parent
 KERNELS = PACKAGE / "ops" / "_cpu"
 SUITE = Path(__file__).with_name("level_suite.py")
 
-built = pytest.mark.skipif(not (KERNELS / "binding.so").exists(), reason="the native kernels are not built")
+built = pytest.mark.skipif(not (KERNELS / "serving.so").exists(), reason="the native kernels are not built")
 needs_objdump = pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
 
 
@@ -120,7 +120,7 @@ def test_package_without_libraries(missing: str, tmp_path: Path) -> None:
     found = suite("--smallest", package=package)
     assert found["state"]["level"] is None
     assert re.fullmatch(
-        r"(binding|kernels_\w+)\.so was not built: install a C\+\+ compiler and install hasten again",
+        r"(serving|kernels_\w+)\.so was not built: install a C\+\+ compiler and install hasten again",
         found["state"]["reason"],
     )
     assert not any(found["calls"].values())
@@ -131,7 +131,7 @@ def test_level_above_the_processor() -> None:
     above = ISA_LEVELS[ISA_LEVELS.index(facts.isa_available.value) + 1 :]
     if not above:
         pytest.skip("this processor has every level")
-    done = python("-c", "import hasten.ops", HASTEN_ISA=above[0])
+    done = python("-c", "import hasten.ops.native", HASTEN_ISA=above[0])
     assert done.returncode == 1  # an exception, not the signal of an illegal instruction
     assert f"HASTEN_ISA asks for '{above[0]}', but this machine has" in done.stderr
 
@@ -150,23 +150,21 @@ def test_unknown_level() -> None:
 )
 def test_registers_that_the_system_does_not_save(registers: int, level: str) -> None:
     facts = replace(detect(environ={}), isa=Fact("amx", "highest available: made up"))
-    assert native.saved_level(facts, registers) == level
+    assert level_of.saved_level(facts, registers) == level
     forced = replace(facts, isa=Fact("amx", "HASTEN_ISA"))
     if level == "amx":
-        assert native.saved_level(forced, registers) == "amx"
+        assert level_of.saved_level(forced, registers) == "amx"
         return
     allowed = ", ".join(ISA_LEVELS[: ISA_LEVELS.index(level) + 1])
     with pytest.raises(ConfigError, match=rf"HASTEN_ISA asks for 'amx'.*allowed: {allowed}$"):
-        native.saved_level(forced, registers)
+        level_of.saved_level(forced, registers)
 
 
 @built
 def test_the_registers_agree_with_the_flags() -> None:
     """What XGETBV says covers the level that the kernel's list of flags gives."""
-    import torch
-
     facts = detect(environ={})
-    assert native.saved_level(facts, torch.ops.hasten_cpu.saved_registers()) == facts.isa_available.value
+    assert level_of.saved_level(facts, level_of.doors().saved_registers()) == facts.isa_available.value
 
 
 def instructions(library: Path) -> list[tuple[str, str, str]]:
@@ -201,10 +199,11 @@ def test_a_level_holds_no_instruction_of_a_higher_one(level: str) -> None:
 @x86
 @built
 @needs_objdump
-def test_the_binding_holds_no_instruction_of_a_level() -> None:
+@pytest.mark.parametrize("door", ["binding", "serving"])
+def test_a_door_holds_no_instruction_of_a_level(door: str) -> None:
     """It runs before a level is chosen. `xgetbv` is guarded by CPUID."""
     strange = [
-        (f, text) for f, byte, text in instructions(KERNELS / "binding.so") if byte in ("62", "c4", "c5")
+        (f, text) for f, byte, text in instructions(KERNELS / f"{door}.so") if byte in ("62", "c4", "c5")
     ]
     assert strange == []
 
@@ -239,3 +238,6 @@ def test_exported_symbols() -> None:
     for library in sorted(KERNELS.glob("kernels_*.so")):
         assert exported(library) == ["hasten_kernels"]
     assert [name for name in exported(KERNELS / "binding.so") if "hasten" in name] == []
+    own = [name for name in exported(KERNELS / "serving.so") if "hasten" in name]
+    assert own
+    assert all(name.startswith("hasten_") for name in own)

@@ -16,8 +16,9 @@ import torch
 from hasten.base.errors import ConfigError, ShapeError
 from hasten.base.facts import ISA_LEVELS, detect
 from hasten.ops import native
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, pack, quantised
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, quantised
 from hasten.ops.panels.native import linear, native_format, rows
+from hasten.ops.panels.reference import pack
 
 KERNELS = Path(native.__file__).parent / "_cpu"
 
@@ -181,12 +182,13 @@ def test_errors_name_what_is_wrong() -> None:
         linear(torch.randn(2, 40), made.panels, kind="sily")
     with pytest.raises(RuntimeError, match="bias is"):
         linear(torch.randn(2, 40), made.panels, torch.randn(1))
+    data = torch.from_numpy(made.panels.data)
     with pytest.raises(RuntimeError, match="takes 1152 contiguous bytes"):
         torch.ops.hasten_cpu.panel_linear(
-            torch.randn(2, 40), made.panels.data[:1], native_format(made.panels.format), 1.0, 20, 40
+            torch.randn(2, 40), data[:1], native_format(made.panels.format), 1.0, 20, 40
         )
     with pytest.raises(RuntimeError, match="no layout"):
-        torch.ops.hasten_cpu.panel_linear(torch.randn(2, 40), made.panels.data, [2, 7, 32, 0], 1.0, 20, 40)
+        torch.ops.hasten_cpu.panel_linear(torch.randn(2, 40), data, [2, 7, 32, 0], 1.0, 20, 40)
     with pytest.raises(IndexError, match="row 20 is outside"):
         rows(made.panels, torch.tensor([20]))
 

@@ -146,6 +146,35 @@ def test_limits_of_a_container(
     assert source in facts.memory_limit_bytes.source
 
 
+@pytest.mark.parametrize(
+    ("siblings", "allowed", "expected"),
+    [
+        (("0,4", "1,5", "0,4", "1,5"), {0, 1, 2, 3}, 2),
+        (("0,4", "1,5", "0,4", "1,5"), {0, 1}, 2),
+        (("0,4", "1,5", "0,4", "1,5"), {1, 3}, 1),
+        (("0", "1", "2", "3"), {0, 1, 2, 3}, 4),
+        (("0,1", "0,1", "", ""), {0, 1, 2}, 3),  # not told: all count
+    ],
+)
+def test_hardware_threads_of_one_core_count_once(
+    siblings: tuple[str, ...],
+    allowed: set[int],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
+    files = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{text}\n"
+        for cpu, text in enumerate(siblings)
+        if text
+    }
+    facts = detect(environ={}, root=machine(tmp_path / "a", files=files))
+    assert (facts.cores.value, facts.physical_cores.value) == (len(allowed), expected)
+    quota = files | {"sys/fs/cgroup/cpu.max": "100000 100000"}
+    assert detect(environ={}, root=machine(tmp_path / "b", files=quota)).physical_cores.value == 1
+
+
 def test_caches_and_an_empty_machine(tmp_path: Path) -> None:
     folder = "sys/devices/system/cpu/cpu0/cache/index2"
     files = {f"{folder}/level": "2\n", f"{folder}/type": "Unified\n", f"{folder}/size": "1024K\n"}

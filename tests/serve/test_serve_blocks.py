@@ -50,6 +50,21 @@ def test_a_pool_gives_each_block_once() -> None:
     assert pool.take() == 1
 
 
+def test_blocks_that_nobody_has_held_are_named_ahead_once() -> None:
+    pool = Pool(6)
+    assert pool.take() == 0
+    assert [pool.next_untouched(2) for _ in range(3)] == [1, 2, -1]
+    # A block that comes back is not new: the lowest new one is still the next that is taken.
+    assert pool.take() == 1
+    pool.release(0)
+    assert pool.take() == 0
+    assert [pool.next_untouched(2) for _ in range(2)] == [3, -1]
+    assert [pool.take() for _ in range(3)] == [2, 3, 4]
+    assert [pool.next_untouched(2) for _ in range(2)] == [5, -1]
+    assert pool.take() == 5
+    assert pool.next_untouched(2) == -1
+
+
 def test_the_longest_unused_block_is_written_over_first() -> None:
     pool = Pool(2)
     first, second = pool.take(), pool.take()

@@ -13,12 +13,14 @@ import torch
 from hasten.base.errors import ConfigError, InputError, ShapeError
 from hasten.base.screen import Screen
 from hasten.models import tiny_model
-from hasten.ops.panels import named, unpack
+from hasten.ops.panels import named
+from hasten.ops.panels.reference import unpack
 from hasten.serve import distil
 from hasten.serve.calibrate import matrices_of
 from hasten.serve.open import _planned, check_formats, open_runner, parse_weights
+from hasten.serve.program import Weight
 from hasten.serve.quantise import Quantised, search
-from hasten.serve.weights import ModelSource, Weight, part_of
+from hasten.serve.weights import ModelSource, part_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 from unlisted import unlisted_model

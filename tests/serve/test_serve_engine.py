@@ -351,6 +351,46 @@ def test_prompts_that_cannot_be_served(make: Make) -> None:
     assert completion.finish_reason == "length"
 
 
+class Touched(FakeRunner):
+    """Notes which blocks it is told to take the memory of, and which it has run."""
+
+    def __init__(self) -> None:
+        super().__init__(groups=(Group(None, 64), Group(40, 64)))
+        self.touched: list[tuple[int, int]] = []
+        self.used: set[tuple[int, int]] = set()
+
+    def touch(self, group: int, block: int) -> None:
+        assert (group, block) not in self.used
+        self.touched.append((group, block))
+
+    def run(self, step: Step) -> np.ndarray:
+        for group, table in enumerate(step.tables):
+            self.used |= {(group, int(block)) for block in table.ravel() if block >= 0}
+        return super().run(step)
+
+
+def test_memory_of_the_next_prompt_is_taken_while_nobody_waits(make: Make) -> None:
+    runner = Touched()
+    engine = make(runner)
+    ahead = -(-runner.step_tokens // 32)
+
+    def settled(used: int) -> bool:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if sorted(set(runner.touched) | runner.used) == [(g, b) for g in (0, 1) for b in range(used)]:
+                return True
+            time.sleep(0.01)
+        return False
+
+    assert settled(ahead)
+    engine.submit(
+        Request([token % 7 + 1 for token in range(70)], params=SamplingParams(max_tokens=3))
+    ).collect()
+    held = len({block for group, block in runner.used if group == 0})
+    assert settled(held + ahead), (held, ahead, runner.touched, runner.used)
+    assert len(set(runner.touched)) == len(runner.touched)
+
+
 def test_settings_out_of_range() -> None:
     with pytest.raises(ConfigError, match="max_queue = 0: must be at least 1"):
         EngineSettings(max_queue=0)

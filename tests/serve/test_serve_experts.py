@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from hasten.ops import native
-from hasten.ops.panels import named, unpack
+from hasten.ops.panels import named
+from hasten.ops.panels.reference import unpack
 from hasten.serve.calibrate import calibrate, matrices_of
 from hasten.serve.open import open_runner, runner_logits
 from hasten.serve.plan import plan_bits
+from hasten.serve.program import Weight
 from hasten.serve.quantise import output_errors
-from hasten.serve.weights import ModelSource, Weight, part_of
+from hasten.serve.weights import ModelSource, part_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 from unlisted import unlisted_model

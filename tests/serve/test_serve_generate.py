@@ -19,8 +19,11 @@ pytestmark = [
 ]
 
 
-def run(arguments: list[str], cache: Path, expected: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: list[str], cache: Path, expected: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "HASTEN_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environ |= variables
     done = subprocess.run(
         [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=200, check=False
     )
@@ -28,7 +31,7 @@ def run(arguments: list[str], cache: Path, expected: int = 0) -> subprocess.Comp
     return done
 
 
-def generate(folder: Path, cache: Path, *more: str) -> dict[str, Any]:
+def generate(folder: Path, cache: Path, *more: str, **variables: str) -> dict[str, Any]:
     words = [
         "-m",
         "hasten",
@@ -40,7 +43,7 @@ def generate(folder: Path, cache: Path, *more: str) -> dict[str, Any]:
         "--ignore-eos",
         "--json",
     ]
-    return dict(json.loads(run([*words, *more], cache).stdout))
+    return dict(json.loads(run([*words, *more], cache, **variables).stdout))
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +60,49 @@ def test_the_second_start_is_from_disk_and_says_the_same(small_model_folder: Pat
     assert second["decode_tokens_per_s"] > 0
 
 
-def test_a_program_from_disk_imports_no_model_code(small_model_folder: Path, cache: Path) -> None:
+ANSWER = """
+import sys
+from hasten.serve.open import open_engine
+from hasten.serve.params import SamplingParams
+from hasten.serve.stream import Request
+engine, served = open_engine({folder!r})
+params = [
+    SamplingParams(max_tokens=5, temperature=0),
+    SamplingParams(
+        max_tokens=5, seed=1, top_k=20, top_p=0.9, repetition_penalty=1.1, logprobs=2, prompt_logprobs=2,
+        logit_bias={{3: 1.0}},
+    ),
+]
+tokens = [engine.submit(Request(prompt="def f(x):", params=one)).collect()[0].tokens for one in params]
+engine.stop()
+print(served.about.from_disk, sorted({{"torch", "transformers"}} & sys.modules.keys()))
+print(tokens)
+"""
+
+
+def test_a_program_from_disk_runs_without_torch(small_model_folder: Path, cache: Path) -> None:
     generate(small_model_folder, cache)
-    code = (
-        "import sys; from hasten.serve.open import open_engine;"
-        f"engine, served = open_engine({str(small_model_folder)!r}); engine.stop();"
-        "assert served.about.from_disk; print('transformers' in sys.modules)"
+    code = ANSWER.format(folder=str(small_model_folder))
+    lean = run(["-c", code], cache, OMP_NUM_THREADS="2").stdout.splitlines()
+    assert lean[0] == ("True ['torch']" if native.state().amx else "True []")
+    heavy = run(["-c", f"import torch\n{code}"], cache, OMP_NUM_THREADS="2").stdout.splitlines()
+    assert heavy == ["True ['torch']", lean[1]]
+    # torch is loaded behind it as well: one OpenMP serves both.
+    late = f"{code}\nimport torch\nx = torch.randn(500, 500)\nx @ x\n" + (
+        "maps = open('/proc/self/maps').read().split()\n"
+        "print(len({m for m in maps if 'libgomp' in m or 'libomp' in m or 'libiomp' in m}))"
     )
-    assert run(["-c", code], cache).stdout.strip() == "False"
+    if Path("/proc/self/maps").exists():
+        assert run(["-c", late], cache, OMP_NUM_THREADS="2").stdout.splitlines()[1:] == [lean[1], "1"]
+
+
+def test_without_kernels_the_ordinary_model_answers(small_model_folder: Path, cache: Path) -> None:
+    options = ("--weights", "float32", "--cache", "float32")
+    expected = generate(small_model_folder, cache, *options)
+    found = generate(small_model_folder, cache, *options, HASTEN_NATIVE="0")
+    assert found["about"]["ordinary"].endswith("there are none: HASTEN_NATIVE=0")
+    assert found["about"]["weights"] == "the model's own"
+    assert len(found["tokens"]) == len(expected["tokens"])
 
 
 def test_fp32_says_what_transformers_says(small_model_folder: Path, cache: Path) -> None:

@@ -234,7 +234,7 @@ def test_a_row_without_a_token_says_why_and_the_others_go_on() -> None:
         if len(counted.counts) == 2:
             for row, block in enumerate(step.tables[0][:, 0]):
                 if step.positions[row] > 60:  # the long one
-                    runner._linked.cache[0].view(BLOCKS, -1)[block].fill_(float("nan"))
+                    runner._linked.cache[0].reshape(BLOCKS, -1)[block].fill(np.nan)
         return inner(step, count, interrupt)
 
     counted.run_greedy = poisoned

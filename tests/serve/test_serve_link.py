@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hasten.base.errors import InputError
+from hasten.base.errors import InputError, ShapeError
 from hasten.bench.memory import resident_bytes
 from hasten.ops import native
-from hasten.ops.panels import FLOAT32, pack
+from hasten.ops.memory import address
+from hasten.ops.panels import FLOAT32
+from hasten.ops.panels.reference import pack
 from hasten.serve import link
 from hasten.serve.link import CacheSettings, Linked
 from hasten.serve.native_runner import NativeRunner
@@ -43,6 +47,62 @@ def test_every_instruction_at_every_number_of_threads(threads: int) -> None:
             call()
     finally:
         torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_steps_of_another_form_are_refused() -> None:
+    builder, program = program_of(0)
+    settings = CacheSettings("float32", (14, 14))
+    panels = [pack(m, FLOAT32) for m in builder.dense]
+    runner = NativeRunner(Linked(program, panels, settings, 8, 8))
+    rows, table = np.arange(2, dtype=np.int32), np.arange(14, dtype=np.int32).reshape(2, 7)
+    good = {
+        "tokens": rows, "positions": np.zeros(2, np.int32), "starts": np.arange(3, dtype=np.int32),
+        "tables": (table, table), "wanted": rows,
+    }  # fmt: skip
+    runner.run(Step(**good))
+    wrong = {
+        "contiguous int32": [
+            {"tokens": rows.astype(np.int64)},
+            {"positions": np.zeros(4, np.int32)[::2]},
+            {"tables": (table, table.T)},
+        ],
+        "as many positions as tokens": [{"positions": np.zeros(3, np.int32)}, {"tables": (table,)}],
+        r"tables of blocks are \[2 sequences": [{"tables": (table, table[:1])}, {"tables": (table, rows)}],
+        "this runner takes 8 and 8": [
+            {"tokens": np.zeros(9, np.int32), "positions": np.zeros(9, np.int32)},
+            {"wanted": np.zeros(9, np.int32)},
+        ],
+    }
+    for message, changes in wrong.items():
+        for change in changes:
+            with pytest.raises(ShapeError, match=message):
+                runner.run(Step(**good | change))
+    with pytest.raises(RuntimeError, match="starts must go from 0 to 2 rows; got 0 to 1"):
+        runner.run(Step(**good | {"starts": np.array([0, 1, 1], np.int32)}))
+    for interrupt in (np.zeros(1, np.int64), np.zeros(0, np.int32)):
+        with pytest.raises(ShapeError, match=r"interrupt is int32 \[1\]"):
+            runner.run_greedy(Step(**good), 2, interrupt)
+    spoilt = replace(program, vectors=tuple(v.astype(np.float64) for v in program.vectors))
+    with pytest.raises(ShapeError, match="contiguous float32; got float64"):
+        Linked(spoilt, panels, settings, 8, 8)
+
+
+@needs_kernels
+def test_times_outlive_their_context() -> None:
+    """An engine's step may still run when the caller, in another thread, has stopped timing."""
+    builder, program = program_of(0)
+    panels = [pack(m, FLOAT32) for m in builder.dense]
+    runner = NativeRunner(Linked(program, panels, CacheSettings("float32", (7, 7)), 8, 8))
+    one, table = np.zeros(1, np.int32), np.arange(7, dtype=np.int32)[None]
+    step = Step(one, one, np.arange(2, dtype=np.int32), (table, table), one)
+    with runner.timed():
+        linked, given = runner._words(step)
+        gone = weakref.ref(runner._times)
+    assert gone() is not None
+    runner._doors.program_run(linked, address(given.words))
+    del given
+    assert gone() is None
 
 
 @needs_kernels
@@ -145,8 +205,10 @@ def test_no_two_lives_share_a_place(seed: int, way: str) -> None:
     instructions = with_prepare(program.instructions, [FLOAT32] * len(builder.dense))
     found = arrange(instructions, program.logits, way)
     shared = set(range(len(program.roots))) - found.private - {program.logits}
+    kept = found.kept or set()
+    assert bool(kept) == (way == "own")
     for chosen, between in ((shared, found.meets), (found.private, [True] * len(instructions))):
-        offsets, widths = plan_arena(instructions, program.roots, chosen, between)
+        offsets, widths = plan_arena(instructions, program.roots, chosen, between, found.kept)
         uses: dict[int, list[int]] = {}
         for i, one in enumerate(instructions):
             for ref in (*one.reads(), *([one.dst] if one.dst is not None else [])):
@@ -162,7 +224,12 @@ def test_no_two_lives_share_a_place(seed: int, way: str) -> None:
                     offsets[b] + program.roots[b].width <= offsets[a]
                 )
                 later = any(between[uses[first][-1] + 1 : uses[second][0] + 1])
-                assert apart or later, (a, b)
+                # The same lines are the same thread's, who is done with one before it writes the other.
+                same_lines = {a, b} <= kept and program.roots[a].width == program.roots[b].width
+                in_turn = same_lines and uses[first][-1] < uses[second][0]
+                assert apart or later or in_turn, (a, b)
+                if found.kept is not None and not apart:
+                    assert program.roots[a].width == program.roots[b].width
         total = sum(root.width for i, root in enumerate(program.roots) if not root.selected and i in offsets)
         assert widths[0] < total or not chosen
 
@@ -175,11 +242,12 @@ def test_prepared_rows_have_room_for_whole_blocks_of_them(step_tokens: int) -> N
     linked = Linked(
         program, [pack(m, FLOAT32) for m in builder.dense], CacheSettings("float32", (7, 7)), step_tokens, 1
     )
-    size = linked.prepared.numel()
+    size = linked.prepared.size
     widest = max(use.K for use in program.matrices)
     assert size >= -(-step_tokens // 32) * 32 * -(-widest // 16) * 16
-    guarded = torch.full((2 * size + 4096,), 7.25)
+    guarded = np.full(2 * size + 4096, 7.25, np.float32)
     linked.prepared = guarded
+    linked._words_of.clear()
     tokens = torch.randint(program_checks.VOCABULARY, (step_tokens,), generator=builder.generator)
     rows = np.arange(step_tokens, dtype=np.int32)
     tables = tuple(np.arange(7, dtype=np.int32)[None] for _ in program.windows())
@@ -211,5 +279,5 @@ def test_a_pool_is_zeros_and_takes_its_pages_when_they_are_written() -> None:
 
 
 def test_more_than_the_system_has_is_one_message() -> None:
-    with pytest.raises(InputError, match=r"GB for keys and values cannot be had: .*less memory"):
+    with pytest.raises(InputError, match=r"keys and values: .* GB cannot be had: .*less memory"):
         link._pool(1 << 60)

@@ -16,7 +16,8 @@ from hasten.graph.canonical import trace
 from hasten.graph.passes import run_passes
 from hasten.graph.whole import Whole
 from hasten.ops import native
-from hasten.ops.panels import FLOAT32, pack
+from hasten.ops.panels import FLOAT32
+from hasten.ops.panels.reference import pack
 from hasten.ops.program.reference import run
 from hasten.ops.routed_linear import routed_linear
 from hasten.serve.link import CacheSettings, Linked

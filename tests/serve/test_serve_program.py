@@ -85,7 +85,7 @@ def test_what_another_sequence_left_in_a_block_changes_nothing():
     tokens = tokens_of(9)
     clean = ByHand(runner).feed({0: tokens})
     for cache in runner._linked.cache:
-        cache.fill_(float("nan"))
+        cache.fill(np.nan)
     assert np.array_equal(ByHand(runner).feed({0: tokens}), clean)
 
 
@@ -188,7 +188,7 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_step(make: Any, family: st
     whole = ByHand(runner).feed({0: prompts[0]})
     assert np.array_equal(whole[-1], expected[0])
     for memory in runner._linked.cache:
-        memory.fill_(float("nan"))
+        memory.fill(np.nan)
     together = ByHand(runner, 3)
     together.feed({0: prompts[0][:149], 1: prompts[1]})
     found = together.feed({2: prompts[2], 0: prompts[0][149:], 1: [9]})

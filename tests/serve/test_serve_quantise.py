@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from hasten.base.errors import ConfigError, InputError, ShapeError
 from hasten.models import tiny_model
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named, unpack
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named
 from hasten.ops.panels.formats import GROUPS, PLANES
+from hasten.ops.panels.reference import unpack
 from hasten.serve.calibrate import Calibration, Matrix, calibrate, matrices_of
 from hasten.serve.plan import LADDER, allocate, plan_bits
+from hasten.serve.program import Weight
 from hasten.serve.quantise import output_errors, quantise, round_to_nearest, search
-from hasten.serve.weights import ModelSource, Weight
+from hasten.serve.weights import ModelSource
 
 FORMATS = [
     Format("quantised", bits, group, zero)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hasten.base.errors import ConfigError, SamplingError
 from hasten.ops import native, sampling
 from hasten.ops.sampling import Lists, Rule, reference
-from hasten.serve.sampling import Sampled, Sampler, SamplingParams, sample
+from hasten.serve.sampling import Sampled, Sampler, SamplingParams, sample, score
 
 V = 120
 GREEDY = SamplingParams(temperature=0.0)
@@ -369,3 +370,40 @@ def test_a_grammar_leads(params: SamplingParams) -> None:
     sampler.rollback(2)
     for expected, one in ((tokens[1], sampler), (tokens[3], other)):
         assert tokens_of(sample(logits_of(5), [0], [one])) == [expected]
+
+
+# Given tokens.
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 40, 41])
+@pytest.mark.parametrize("kind", ["normal", "equal", "far apart", "forbidden"])
+def test_scores_are_those_of_torch(top: int, kind: str) -> None:
+    logits = np.random.default_rng(1).normal(size=(3, 40)).astype(np.float32)
+    if kind == "equal":
+        logits[:] = np.round(logits)
+    elif kind == "far apart":
+        logits[:, 3], logits[:, 5] = 3e38, -3e38
+    elif kind == "forbidden":
+        logits[:, ::2] = -np.inf
+    truth = torch.from_numpy(logits).double().log_softmax(-1).float()
+    tokens = [1, 3, 5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = score(logits, tokens, top)
+    for row, (one, token) in enumerate(zip(found, tokens, strict=True)):
+        assert one.token == token
+        assert one.logprob == pytest.approx(float(truth[row, token]), rel=1e-5, abs=1e-5)
+        values = truth[row].topk(min(top, 40)).values.tolist()
+        assert [value for _, value in one.top] == pytest.approx(values, rel=1e-5, abs=1e-5)
+        assert [float(truth[row, other]) for other, _ in one.top] == pytest.approx(values, rel=1e-5, abs=1e-5)
+        assert len({other for other, _ in one.top}) == len(values)
+        order = sorted(one.top, key=lambda pair: (-pair[1], pair[0]))
+        assert list(one.top) == order
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_of_rows_that_give_none_name_them(value: float) -> None:
+    logits = np.zeros((3, 40), np.float32)
+    logits[1, 7] = value
+    with pytest.raises(SamplingError, match="row 1 of the logits: a logit is NaN"):
+        score(logits, [0, 0, 0], 2)

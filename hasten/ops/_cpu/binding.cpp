@@ -1,22 +1,12 @@
-// Loads the library of a level and spreads its work over torch's threads.
+// What torch lends: its threads, and its product for AMX.
 #include "binding.h"
 
 #include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
-#include <dlfcn.h>
 #include <torch/library.h>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 namespace hasten {
-
-std::atomic<int64_t> launches{0};
-
 namespace {
-
-Level chosen;
 
 void brgemm_bf16(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add,
                  const void* A, const void* B, float* C) {
@@ -24,29 +14,37 @@ void brgemm_bf16(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int6
                                 C);
 }
 
-// XCR0: the register sets that the system saves when it switches threads (Intel SDM, volume 1, 13.1). An
-// instruction on a set that it does not save faults, whatever CPUID says of the processor.
-int64_t saved_registers() {
-#if defined(__x86_64__)
-    unsigned a, b, c, d;
-    constexpr unsigned osxsave = 1u << 27;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & osxsave)) return 0;
-    unsigned low, high;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return int64_t(uint64_t(high) << 32 | low);
-#else
-    return 0;
-#endif
+void release_torch() {
+    at::native::cpublas::brgemm_release();
 }
 
-// The library stays loaded: its table is in use for the life of the process.
-std::string load(std::string path, bool bf16, bool brgemm, int64_t l2_bytes, bool vnni) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    TORCH_CHECK(library, "hasten: ", dlerror());
-    auto kernels = (const Kernels* (*)())dlsym(library, "hasten_kernels");
-    TORCH_CHECK(kernels, "hasten: ", path, " is no library of kernels: ", dlerror());
-    chosen = {kernels(), bf16, brgemm ? brgemm_bf16 : nullptr, l2_bytes, vnni};
-    return chosen.kernels->level;
+// Null where torch would refuse it now: oneDNN is switched off, or limited to a level below
+// (ONEDNN_MAX_CPU_ISA). The pairs of bf16 then do the work.
+Brgemm torch_brgemm() {
+    if (!at::globalContext().userEnabledMkldnn()) return nullptr;
+    // oneDNN reads its limit once in a process, so one try tells.
+    static const bool taken = [] {
+        alignas(64) const uint16_t a[32] = {}, b[32 * 16] = {};
+        alignas(64) float c[16];
+        try {
+            brgemm_bf16(1, 16, 32, 32, 16, 16, false, a, b, c);
+        } catch (const c10::Error&) {
+            return false;
+        }
+        release_torch();
+        return true;
+    }();
+    return taken ? brgemm_bf16 : nullptr;
+}
+
+void load(const std::string& path, bool bf16, bool amx, int64_t l2_bytes, bool vnni) {
+    choose(path.c_str(),
+           {nullptr, bf16, l2_bytes, vnni, amx ? torch_brgemm : nullptr, amx ? release_torch : nullptr});
+}
+
+// Addresses of what a level with AMX needs of torch, for serving.so.
+std::vector<int64_t> brgemm() {
+    return {int64_t(torch_brgemm), int64_t(release_torch)};
 }
 
 // The same for any number of threads: pieces of a fixed size, combined in order.
@@ -65,38 +63,11 @@ int64_t fingerprint(const at::Tensor& t) {
 }
 
 }  // namespace
-
-const Level& level() {
-    TORCH_CHECK(chosen.kernels, "hasten: no level is loaded; import hasten.ops.native first");
-    return chosen;
-}
-
-Brgemm usable_brgemm() {
-    if (!chosen.brgemm || !at::globalContext().userEnabledMkldnn()) return nullptr;
-    // oneDNN reads its limit once in a process, so one try tells.
-    static const bool taken = [] {
-        alignas(64) const uint16_t a[32] = {}, b[32 * 16] = {};
-        alignas(64) float c[16];
-        try {
-            chosen.brgemm(1, 16, 32, 32, 16, 16, false, a, b, c);
-        } catch (const c10::Error&) {
-            return false;
-        }
-        release_brgemm();
-        return true;
-    }();
-    return taken ? chosen.brgemm : nullptr;
-}
-
-void release_brgemm() {
-    at::native::cpublas::brgemm_release();
-}
-
 }  // namespace hasten
 
 TORCH_LIBRARY(hasten_cpu, m) {
-    m.def("load(str path, bool bf16, bool brgemm, int l2_bytes, bool vnni=False) -> str", hasten::load);
-    m.def("saved_registers() -> int", hasten::saved_registers);
+    m.def("load(str path, bool bf16, bool amx, int l2_bytes, bool vnni=False) -> ()", hasten::load);
+    m.def("brgemm() -> int[]", hasten::brgemm);
     m.def("launches() -> int", [] { return hasten::launches.load(); });
     m.def("fingerprint(Tensor t) -> int");
 }

@@ -1,7 +1,7 @@
 // What a level's library offers, as plain C: one table of functions over raw pointers. No torch here, so that
 // a level compiles in seconds and shares no inline code with another.
 //
-// Every function does one item of work (`item` counts from 0); the caller spreads items over torch's threads.
+// Every function does one item of work (`item` counts from 0); the caller spreads items over threads.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
 """Weight matrices in panels of 16 rows: formats, packing, and products with few and with many rows.
 
 The layout is described in docs/design/003-serving.md, formats as data in `formats.py`, the meaning in plain
-torch in `reference.py`.
+torch in `reference.py`. What is named here needs no torch.
 """
 
 from hasten.ops.panels.formats import BFLOAT16, FLOAT32, GGUF, LANES, Format, named, quantised
-from hasten.ops.panels.reference import Panels, describe, linear, pack, pack_codes, restore, unpack
+from hasten.ops.panels.matrix import Panels, describe, restore
 
 __all__ = [
     "BFLOAT16",
@@ -15,11 +15,7 @@ __all__ = [
     "Format",
     "Panels",
     "describe",
-    "linear",
     "named",
-    "pack",
-    "pack_codes",
     "quantised",
     "restore",
-    "unpack",
 ]

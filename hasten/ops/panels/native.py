@@ -13,8 +13,9 @@ from hasten.ops import native
 from hasten.ops.activation.cpu import CODES
 from hasten.ops.activation.reference import activation
 from hasten.ops.panels.formats import Format
-from hasten.ops.panels.reference import Panels, unpack
+from hasten.ops.panels.matrix import Panels
 from hasten.ops.panels.reference import linear as reference_linear
+from hasten.ops.panels.reference import unpack
 
 _CODE_OF_NONE = -1
 
@@ -70,13 +71,13 @@ def linear(
         return y * scale if residual is None else y * scale + residual
     y = torch.ops.hasten_cpu.panel_linear(
         x,
-        panels.data,
+        torch.from_numpy(panels.data),
         native_format(panels.format),
         panels.unit,
         panels.N,
         panels.K,
         bias_N,
-        None if up is None else up.data,
+        None if up is None else torch.from_numpy(up.data),
         [] if up is None else native_format(up.format),
         1.0 if up is None else up.unit,
         up_bias_N,
@@ -95,6 +96,6 @@ def rows(panels: Panels, ids: Tensor) -> Tensor:
     if native.state().level is None:
         return unpack(panels)[ids]
     found: Tensor = torch.ops.hasten_cpu.panel_rows(
-        panels.data, native_format(panels.format), panels.unit, panels.N, panels.K, ids
+        torch.from_numpy(panels.data), native_format(panels.format), panels.unit, panels.N, panels.K, ids
     )
     return found

@@ -9,49 +9,19 @@ The native products of this folder are checked against `unpack`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten.base.errors import ShapeError
 from hasten.ops.panels.formats import BFLOAT16, LANES, PLANES, Format
+from hasten.ops.panels.matrix import Panels
 
 # Panels handled at a time hold about this many weights, so that temporaries stay in the caches.
 _CHUNK = 1 << 20
 _VECTOR_BYTES = 64
 # Bytes that belong to one lane within a vector: four values of k that one instruction multiplies and sums.
 _QUAD = 4
-
-
-@dataclass(frozen=True, eq=False)
-class Panels:
-    """A matrix [N, K] in panels. `data`: uint8 [ceil(N / 16), format.panel_bytes(K)], contiguous."""
-
-    data: Tensor
-    format: Format
-    N: int
-    K: int
-    unit: float = 1.0
-
-    def __post_init__(self) -> None:
-        expected = (-(-self.N // LANES), self.format.panel_bytes(self.K))
-        if self.data.dtype != torch.uint8 or tuple(self.data.shape) != expected:
-            raise ShapeError(
-                f"panels of {self.format} for a matrix [{self.N}, {self.K}] are uint8 {list(expected)}, "
-                f"not {self.data.dtype} {list(self.data.shape)}"
-            )
-        if not self.data.is_contiguous():
-            raise ShapeError(f"panels of a matrix [{self.N}, {self.K}] are not contiguous")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, padding included."""
-        return self.data.numel()
-
-    def __repr__(self) -> str:
-        return f"Panels({self.format}, [{self.N}, {self.K}], {self.nbytes} bytes)"
 
 
 def pack(matrix_NK: Tensor, format: Format) -> Panels:
@@ -73,7 +43,7 @@ def pack(matrix_NK: Tensor, format: Format) -> Panels:
         # For each k (or pair of k): 16 lanes.
         turned = rows_PLK.view(end - begin, LANES, groups, group).permute(0, 2, 1, 3).contiguous()
         data[begin:end] = turned.view(end - begin, -1).view(torch.uint8)
-    return Panels(data, format, N, K)
+    return Panels(data.numpy(), format, N, K)
 
 
 def pack_codes(
@@ -90,7 +60,7 @@ def pack_codes(
         codes_NK: uint8 [N, K], below 2^bits.
         scales_NG: fp16 or wider [N, groups], divided by `unit`; rounded to fp16.
         minima_NG: likewise, for a format that stores minima; else None.
-        out: where the bytes go, as `Panels.data`; else new memory.
+        out: where the bytes go, a tensor like `Panels.data`; else new memory.
 
     Raises ShapeError where shapes do not fit the format, ValueError where a scale is not finite in fp16 or a
     code is too large.
@@ -113,7 +83,7 @@ def pack_codes(
     if not math.isfinite(unit) or unit <= 0:
         raise ValueError(f"unit {unit}: it must be a positive number")
     data = torch.empty(-(-N // LANES), format.panel_bytes(K), dtype=torch.uint8) if out is None else out
-    packed = Panels(data, format, N, K, float(unit))
+    packed = Panels(data.numpy(), format, N, K, float(unit))
     for begin, end in _chunks(N, K):
         rows, count = slice(begin * LANES, end * LANES), end - begin
         codes = _padded(codes_NK[rows], count, groups * group, torch.uint8).view(count, LANES, groups, group)
@@ -137,7 +107,7 @@ def unpack(panels: Panels, begin: int = 0, end: int | None = None) -> Tensor:
     out_NK = torch.empty(end - begin, K)
     for first, last in _chunks(end - begin // LANES * LANES, K):
         first, last = first + begin // LANES, last + begin // LANES
-        data = panels.data[first:last]
+        data = torch.from_numpy(panels.data[first:last])
         rows_NK = (_dense_rows(data, format) if format.dense else _quantised_rows(data, panels))[:, :K]
         low, high = max(begin, first * LANES), min(end, last * LANES)
         if high > low:
@@ -148,33 +118,6 @@ def unpack(panels: Panels, begin: int = 0, end: int | None = None) -> Tensor:
 def linear(x: Tensor, panels: Panels, bias_N: Tensor | None = None) -> Tensor:
     """x W^T + b in fp32: the meaning of the native products. x [..., K], result [..., N]."""
     return torch.nn.functional.linear(x.float(), unpack(panels), None if bias_N is None else bias_N.float())
-
-
-def describe(panels: Panels) -> dict[str, Any]:
-    """What beside the bytes makes panels, as data for JSON; `restore` reads it."""
-    format = panels.format
-    return {
-        "kind": format.kind,
-        "bits": format.bits,
-        "group": format.group,
-        "zero": format.zero,
-        "N": panels.N,
-        "K": panels.K,
-        "unit": panels.unit,
-    }
-
-
-def restore(description: dict[str, Any], data: Tensor) -> Panels:
-    """Panels from what `describe` gave and their bytes (uint8, any shape with the right count).
-
-    Raises ShapeError where the bytes are too few or too many, KeyError where the description lacks something.
-    """
-    format = Format(*(description[name] for name in ("kind", "bits", "group", "zero")))
-    N, K = description["N"], description["K"]
-    if data.numel() != format.matrix_bytes(N, K):
-        expected = format.matrix_bytes(N, K)
-        raise ShapeError(f"{format} of a matrix [{N}, {K}] takes {expected} bytes, not {data.numel()}")
-    return Panels(data.view(-(-N // LANES), format.panel_bytes(K)), format, N, K, description["unit"])
 
 
 def _check_matrix(matrix: Tensor) -> None:

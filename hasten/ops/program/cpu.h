@@ -25,7 +25,7 @@ enum class Op : int64_t {
     store,    // a [n0, n1] and b [n0, i[1]] become the key and the value of the row in cache layer i[0]
     attend,   // dst [n0, i[1]] = attention of a [n0, n1] over cache layer i[0]; see attention.h
     merge,    // joins what `attend` left in parts; the same fields
-    binary,   // dst [n0, n1] = a (i[0]) b; i[0]: the place in `BINARY` of reference.py
+    binary,   // dst [n0, n1] = a (i[0]) b; i[0]: the place in `BINARY` of codes.py
     unary,    // dst [n0, n1] = kind(a * f[0] + f[1]); i[0] = kind, -1 none, from 32 on `FUNCTIONS`
     gated,    // dst [n0, n1] = kind(a) * b; i[0] = kind
     select,   // row l of dst = row wanted[l] of a

@@ -129,7 +129,7 @@ inline void each(const float* x, int64_t stride, float factor, float added, int6
 void program_function(int64_t function, const float* x, int64_t stride, float factor, float added, int64_t n,
                       float* y) {
     auto all = [&](const auto& f) { each(x, stride, factor, added, n, y, f); };
-    // In the order of `FUNCTIONS` in reference.py.
+    // In the order of `FUNCTIONS` in codes.py.
     switch (function) {
         case 0:
             return all([](float v) { return std::exp(v); });

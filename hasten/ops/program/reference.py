@@ -6,31 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hasten.ops.activation.reference import activation
-
-KINDS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "sigmoid", "tanh")
-"""Codes of activations in instructions; -1 is none."""
-
-FUNCTION = 32
-"""Code of the first of `FUNCTIONS`, where an activation's could be."""
+from hasten.ops.program.codes import BINARY, FUNCTION, FUNCTIONS, KINDS
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "square": torch.square, "abs": torch.abs,
     "trunc": torch.trunc, "floor": torch.floor, "softplus": torch.nn.functional.softplus,
 }  # fmt: skip
-FUNCTIONS = tuple(_FUNCTIONS)
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add, "subtract": torch.sub, "multiply": torch.mul, "divide": torch.div,
     "maximum": torch.maximum, "minimum": torch.minimum, "greater": torch.gt, "greater_equal": torch.ge,
     "less": torch.lt, "less_equal": torch.le, "equal": torch.eq, "not_equal": torch.ne, "power": torch.pow,
 }  # fmt: skip
-BINARY = tuple(_BINARY)
-"""Codes of operators of two numbers; comparisons give 1 and 0."""
 
 
 def run(
@@ -66,11 +59,14 @@ class _Run:
         if ref.kind == "root":
             held, stride = self.roots[ref.index], self.roots[ref.index].shape[1]
         elif ref.kind == "table":
-            held = self.program.tables[ref.index][:T].to(self.dtype).contiguous()
+            held = self._held(self.program.tables[ref.index][:T])
             stride = held.shape[1]
         else:
-            held, stride = self.program.vectors[ref.index].to(self.dtype), 0
+            held, stride = self._held(self.program.vectors[ref.index]), 0
         return torch.as_strided(held, (T, n0, n1), (stride, ref.s0, ref.s1), ref.offset)
+
+    def _held(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.dtype)
 
     def _nothing(self, one: Any) -> None:
         """`prepare` and `merge` are about how, not what."""
@@ -93,7 +89,7 @@ class _Run:
     def _product(self, one: Any, matrix: int) -> Tensor:
         y = self._view(one.a, 1, one.n1)[:, 0] @ self.matrices[matrix].T
         bias = self.program.matrices[matrix].bias
-        return y if bias < 0 else y + self.program.vectors[bias].to(self.dtype)
+        return y if bias < 0 else y + self._held(self.program.vectors[bias])
 
     def _linear(self, one: Any) -> None:
         y = self._product(one, one.matrix)
@@ -203,5 +199,5 @@ class _Run:
         y = torch.einsum("tsk,tsnk->tsn", x, stack[chosen])
         bias = self.program.matrices[one.matrix].bias
         if bias >= 0:
-            y = y + self.program.vectors[bias].to(self.dtype).view(E, N)[chosen]
+            y = y + self._held(self.program.vectors[bias]).view(E, N)[chosen]
         self._view(one.dst, one.n0, N)[:] = y

@@ -1,7 +1,7 @@
 """Tokens drawn from rows of logits, after penalties, masks, temperature, top-k, top-p and min-p.
 
-Unlike the other operators these stand in no graph: they are plain functions that end in a kernel or, where
-there is none, in the reference. `reference.py` is the meaning.
+Unlike the other operators these stand in no graph: they are plain functions of numpy arrays that end in a
+kernel or, where there is none, in the reference, which alone needs torch. `reference.py` is the meaning.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hasten.base.errors import ShapeError
-from hasten.ops import native
-from hasten.ops.sampling import reference
-from hasten.ops.sampling.reference import NONE_LEFT, NOT_FINITE, Rule
+from hasten.ops import level
+from hasten.ops.memory import address
+from hasten.ops.sampling.rule import NONE_LEFT, NOT_FINITE, Rule
 
 __all__ = [
     "NONE_LEFT",
@@ -56,12 +54,12 @@ class Column(IntEnum):
 
 @dataclass
 class Lists:
-    """The tensors that rows of a table name: see `Rule`. A history may be longer than a row says."""
+    """The arrays that rows of a table name: see `Rule`. A history may be longer than a row says."""
 
-    histories: list[Tensor]
-    bias_ids: list[Tensor]
-    bias_values: list[Tensor]
-    masks: list[Tensor]
+    histories: list[np.ndarray]
+    bias_ids: list[np.ndarray]
+    bias_values: list[np.ndarray]
+    masks: list[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,13 @@ class Samples:
         probabilities: float32 [L, V] that the tokens were drawn from; [0, V] unless asked for.
     """
 
-    tokens: Tensor
-    logprobs: Tensor
-    top_tokens: Tensor
-    probabilities: Tensor
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_tokens: np.ndarray
+    probabilities: np.ndarray
 
 
-def argmax(logits: Tensor, rows: Sequence[int]) -> Tensor:
+def argmax(logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     """int64 [L]: the largest of each of L rows of float32 logits [R, V], at ties the lowest.
 
     NOT_FINITE for a row with NaN or +infinity, NONE_LEFT for one of -infinity alone.
@@ -91,16 +89,20 @@ def argmax(logits: Tensor, rows: Sequence[int]) -> Tensor:
         ShapeError: the logits are not float32 [R, V].
         IndexError: a row is outside [0, R).
     """
-    _check(logits)
-    if not native.refusal(logits):
-        return torch.ops.hasten_cpu.argmax(logits, rows)  # type: ignore[no-any-return]
-    coldest = Rule(temperature=0.0)
-    return torch.tensor(
-        [reference.sample(_row(logits, row), coldest).token for row in rows], dtype=torch.int64
+    _check_logits(logits)
+    if level.refusal():
+        words = np.tile(numbers(Rule(temperature=0.0)), (len(rows), 1))
+        words[:, Column.ROW] = rows
+        return sample(logits, words, Lists([], [], [], [])).tokens
+    tokens = np.empty(len(rows), np.int64)
+    wanted = np.array(rows, np.int64)
+    level.doors().argmax(
+        address(logits), *logits.shape, address(wanted), len(tokens), level.threads(), address(tokens)
     )
+    return tokens
 
 
-def sample(logits: Tensor, table: Tensor, lists: Lists, probabilities: bool = False) -> Samples:
+def sample(logits: np.ndarray, table: np.ndarray, lists: Lists, probabilities: bool = False) -> Samples:
     """Draws a token for each row of the table, rows spread over the threads.
 
     Args:
@@ -110,34 +112,79 @@ def sample(logits: Tensor, table: Tensor, lists: Lists, probabilities: bool = Fa
         probabilities: also return what the tokens were drawn from.
 
     Raises:
-        ShapeError: the logits are not float32 [R, V].
-        IndexError, RuntimeError: a row, list or token is out of range, or a list has another form.
+        ShapeError: logits, table or a list have another type or shape.
+        IndexError, RuntimeError: a row, list or token is out of range.
     """
-    _check(logits)
-    if not native.refusal(logits):
-        return Samples(
-            *torch.ops.hasten_cpu.sample(
-                logits, table, lists.histories, lists.bias_ids, lists.bias_values, lists.masks, probabilities
+    _check_logits(logits)
+    _check("the table", table, np.int64, (len(table), len(Column)))
+    L, V = len(table), logits.shape[1]
+    most = int(table[:, Column.TOP].max(initial=-1))
+    found = Samples(
+        np.empty(L, np.int64),
+        np.empty((L, 1 + most), np.float32),
+        np.empty((L, max(0, most)), np.int64),
+        np.empty((L if probabilities else 0, V), np.float32),
+    )
+    words = _Words(lists, V)
+    if level.refusal():
+        return _slowly(logits, table, lists, found)
+    level.doors().sample(
+        address(logits), *logits.shape, address(table), L, address(words.words), most, level.threads(),
+        address(found.tokens), address(found.logprobs), address(found.top_tokens),
+        address(found.probabilities) if probabilities else 0,
+    )  # fmt: skip
+    return found
+
+
+class _Words:
+    """`Lists` of serving.cpp, with what its words point to."""
+
+    def __init__(self, lists: Lists, V: int) -> None:
+        for history in lists.histories:
+            _check("a history", history, np.int32, (len(history), 2))
+        if len(lists.bias_ids) != len(lists.bias_values):
+            raise ShapeError(
+                f"sampling: {len(lists.bias_values)} biases for {len(lists.bias_ids)} lists of tokens"
             )
-        )
-    words = table.numpy()
-    most = int(words[:, Column.TOP].max(initial=-1))
-    L, V = table.shape[0], logits.shape[1]
-    tokens = torch.empty(L, dtype=torch.int64)
-    logprobs = torch.full((L, 1 + most), -torch.inf)
-    top_tokens = torch.full((L, max(0, most)), -1)
-    drawn_from = torch.empty((L if probabilities else 0, V))
-    for i in range(L):
-        drawn = reference.sample(_row(logits, int(words[i, Column.ROW])), rule(words[i], lists))
-        tokens[i] = drawn.token
-        if probabilities:
-            drawn_from[i] = drawn.probabilities
+        for ids, values in zip(lists.bias_ids, lists.bias_values, strict=True):
+            _check("a bias's tokens", ids, np.int32, (len(ids),))
+            _check("a bias", values, np.float32, (len(ids),))
+        for mask in lists.masks:
+            _check("a mask", mask, np.int32, (-(-V // 32),))
+        self._lists = lists
+        addresses = [
+            np.array([address(one) for one in given], np.int64)
+            for given in (lists.histories, lists.bias_ids, lists.bias_values, lists.masks)
+        ]
+        sizes = [
+            np.array([len(one) for one in given], np.int64) for given in (lists.histories, lists.bias_ids)
+        ]
+        self._kept = [addresses[0], sizes[0], *addresses[1:3], sizes[1], addresses[3]]
+        counts = [len(lists.histories), len(lists.bias_ids), len(lists.masks)]
+        self.words = np.array([*counts, *map(address, self._kept)], np.int64)
+
+
+def _slowly(logits: np.ndarray, table: np.ndarray, lists: Lists, found: Samples) -> Samples:
+    """Fills `found` by the reference, row by row."""
+    import torch
+
+    from hasten.ops.sampling import reference
+
+    found.logprobs[:], found.top_tokens[:] = -np.inf, -1
+    for i, words in enumerate(table):
+        row = int(words[Column.ROW])
+        if not 0 <= row < len(logits):
+            raise IndexError(f"sampling: row {row} of {len(logits)}")
+        drawn = reference.sample(torch.tensor(logits[row]), rule(words, lists))
+        found.tokens[i] = drawn.token
+        if len(found.probabilities):
+            found.probabilities[i] = drawn.probabilities
         if drawn.logprob is None:
             continue
-        logprobs[i, 0] = drawn.logprob
+        found.logprobs[i, 0] = drawn.logprob
         for place, (token, logprob) in enumerate(drawn.top):
-            top_tokens[i, place], logprobs[i, 1 + place] = token, logprob
-    return Samples(tokens, logprobs, top_tokens, drawn_from)
+            found.top_tokens[i, place], found.logprobs[i, 1 + place] = token, logprob
+    return found
 
 
 def numbers(rule: Rule) -> np.ndarray:
@@ -160,7 +207,7 @@ def numbers(rule: Rule) -> np.ndarray:
     return words
 
 
-def table(rules: Sequence[Rule]) -> tuple[Tensor, Lists]:
+def table(rules: Sequence[Rule]) -> tuple[np.ndarray, Lists]:
     """The table and lists of rules for rows 0, 1, .. of the logits."""
     words = np.zeros((len(rules), len(Column)), np.int64)
     lists = Lists([], [], [], [])
@@ -177,7 +224,7 @@ def table(rules: Sequence[Rule]) -> tuple[Tensor, Lists]:
         if one.mask is not None:
             words[i, Column.MASK] = len(lists.masks)
             lists.masks.append(one.mask)
-    return torch.from_numpy(words), lists
+    return words, lists
 
 
 def rule(words: np.ndarray, lists: Lists) -> Rule:
@@ -194,9 +241,7 @@ def rule(words: np.ndarray, lists: Lists) -> Rule:
         repetition_penalty=float(real[Column.REPETITION]),
         presence_penalty=float(real[Column.PRESENCE]),
         frequency_penalty=float(real[Column.FREQUENCY]),
-        history=lists.histories[history].view(-1, 2)[: int(words[Column.HISTORY_SIZE])]
-        if history >= 0
-        else None,
+        history=lists.histories[history][: int(words[Column.HISTORY_SIZE])] if history >= 0 else None,
         bias=(lists.bias_ids[bias], lists.bias_values[bias]) if bias >= 0 else None,
         mask=lists.masks[mask] if mask >= 0 else None,
         top=int(words[Column.TOP]) if words[Column.TOP] >= 0 else None,
@@ -209,20 +254,18 @@ def signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def _check(logits: Tensor) -> None:
-    if (
-        logits.dim() != 2
-        or logits.dtype != torch.float32
-        or not logits.shape[1]
-        or not logits.is_contiguous()
-    ):
+def _check_logits(logits: np.ndarray) -> None:
+    formed = logits.ndim == 2 and logits.dtype == np.float32 and logits.flags.c_contiguous
+    if not formed or not logits.shape[1]:
         raise ShapeError(
             "sampling takes contiguous float32 logits [rows, vocabulary]; "
-            f"got {logits.dtype} {list(logits.shape)} with strides {list(logits.stride())}"
+            f"got {logits.dtype} {list(logits.shape)} with strides {list(logits.strides)}"
         )
 
 
-def _row(logits: Tensor, row: int) -> Tensor:
-    if not 0 <= row < logits.shape[0]:
-        raise IndexError(f"sampling: row {row} of {logits.shape[0]}")
-    return logits[row]
+def _check(what: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ShapeError(
+            f"sampling: {what} is contiguous {np.dtype(dtype)} {list(shape)}; "
+            f"got {array.dtype} {list(array.shape)}"
+        )

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from hasten.ops.cases import Case, Inputs
 from hasten.ops.sampling import argmax, reference, sample, table
-from hasten.ops.sampling.reference import Rule
+from hasten.ops.sampling.rule import Rule
 
 F32 = (torch.float32,)
 
 
 def op_argmax(logits: Tensor) -> Tensor:
     """Of every row."""
-    return argmax(logits, range(len(logits)))
+    return torch.from_numpy(argmax(logits.numpy(), range(len(logits))))
 
 
 def reference_argmax(logits: Tensor) -> Tensor:
@@ -30,8 +30,9 @@ def reference_argmax(logits: Tensor) -> Tensor:
 def op_sample(logits: Tensor, rules: tuple[Rule, ...]) -> tuple[Tensor, ...]:
     """Tokens, probabilities and log-probabilities, [L, V + 1]."""
     words, lists = table(rules)
-    drawn = sample(logits, words, lists, probabilities=True)
-    return drawn.tokens, drawn.probabilities, drawn.logprobs, drawn.top_tokens
+    drawn = sample(logits.numpy(), words, lists, probabilities=True)
+    found = (drawn.tokens, drawn.probabilities, drawn.logprobs, drawn.top_tokens)
+    return tuple(map(torch.from_numpy, found))
 
 
 def reference_sample(
@@ -52,7 +53,7 @@ def reference_sample(
 
 def op_tokens(logits: Tensor, rules: tuple[Rule, ...]) -> Tensor:
     """The tokens alone, as an engine asks for them."""
-    return sample(logits, *table(rules)).tokens
+    return torch.from_numpy(sample(logits.numpy(), *table(rules)).tokens)
 
 
 def reference_tokens(logits: Tensor, rules: tuple[Rule, ...]) -> Tensor:
@@ -82,13 +83,13 @@ def case(
         if "history" in kinds:
             tokens = torch.randperm(vocab, generator=generator)[: vocab // 4]
             counts = torch.randint(-1, 4, tokens.shape, generator=generator)
-            lists["history"] = torch.stack([tokens, counts], 1).to(torch.int32)
+            lists["history"] = torch.stack([tokens, counts], 1).to(torch.int32).numpy()
         if "bias" in kinds:
             tokens = torch.randperm(vocab, generator=generator)[: vocab // 8].to(torch.int32)
-            lists["bias"] = tokens, torch.randn(len(tokens), generator=generator) * 5
+            lists["bias"] = tokens.numpy(), (torch.randn(len(tokens), generator=generator) * 5).numpy()
         if "mask" in kinds:
             words = torch.randint(-(2**31), 2**31, ((vocab + 31) // 32,), generator=generator)
-            lists["mask"] = words.to(torch.int32)
+            lists["mask"] = words.to(torch.int32).numpy()
         numbers = {k: v for k, v in options.items() if k != "lists"}
         rules = tuple(Rule(seed=row, position=3 * row, **numbers, **lists) for row in range(rows))
         return (logits, rules), {}

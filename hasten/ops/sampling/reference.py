@@ -27,39 +27,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-COLDEST = 1e-5
-NOT_FINITE = -1
-NONE_LEFT = -2
+from hasten.ops.sampling.rule import COLDEST, NONE_LEFT, NOT_FINITE, Rule
+
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one row is sampled; the defaults change nothing.
-
-    Attributes:
-        seed, position: of the generator, each taken modulo 2^64.
-        history: int32 [n, 2], a token of prompt or output and how often the output has it; a count below 0 is
-            a token taken back.
-        bias: tokens int32 [m] and what is added to their logits, float32 [m].
-        mask: int32 [ceil(V / 32)]; bit i % 32 of word i / 32 is set where token i is allowed.
-        top: how many of the most likely tokens to list; None: no log-probability either.
-    """
-
-    seed: int = 0
-    position: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    history: Tensor | None = None
-    bias: tuple[Tensor, Tensor] | None = None
-    mask: Tensor | None = None
-    top: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,13 +73,13 @@ def processed(x_V: Tensor, rule: Rule) -> Tensor:
     """Steps 1 to 4, a new tensor."""
     y = x_V.clone()
     if rule.mask is not None:
-        bits = (rule.mask.unsqueeze(1) >> torch.arange(32, dtype=torch.int32)) & 1
+        bits = (torch.from_numpy(rule.mask).unsqueeze(1) >> torch.arange(32, dtype=torch.int32)) & 1
         y[bits.reshape(-1)[: y.numel()] == 0] = -math.inf
     if rule.bias is not None:
-        tokens, values = rule.bias
+        tokens, values = map(torch.from_numpy, rule.bias)
         y[tokens.long()] += values.to(y.dtype)
     if rule.history is not None:
-        seen = rule.history[rule.history[:, 1] >= 0].long()
+        seen = torch.from_numpy(rule.history[rule.history[:, 1] >= 0]).long()
         tokens, counts = seen[:, 0], seen[:, 1]
         of_seen = y[tokens]
         of_seen = torch.where(

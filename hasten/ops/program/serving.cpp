@@ -1,7 +1,5 @@
 // Runs a program: one parallel region for a step, with a barrier where instructions need one.
-#include <ATen/core/Tensor.h>
 #include <omp.h>
-#include <torch/library.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,9 +13,9 @@
 #include <thread>
 #include <vector>
 
-#include "../_cpu/binding.h"
+#include "../_cpu/serving.h"
 #include "../panels/cpu.h"
-#include "../sampling/binding.h"
+#include "../sampling/serving.h"
 #include "cpu.h"
 
 namespace hasten {
@@ -102,69 +100,67 @@ struct Reordered {
     }
 };
 
-const int32_t* ints(const at::Tensor& t, int64_t least, const char* name) {
-    TORCH_CHECK(t.scalar_type() == at::kInt && t.is_contiguous() && t.numel() >= least, "program_run: ", name,
-                " must be contiguous int32 with at least ", least, " values; got ", t.scalar_type(), " ",
-                t.sizes());
-    return t.const_data_ptr<int32_t>();
-}
+// A linked program, as serve/link.py lays it out in words of 64 bits: the structures of cpu.h, which it keeps
+// alive. Of `few` each thread has instructions of its own.
+struct Linked {
+    const Instruction* ways[3];  // in the order of Way; of `few` [threads, count]
+    int64_t count;
+    const Matrix* matrices;
+    const CacheLayer* layers;
+    void* prepared;
+    int64_t prepared_row, cache, few, tile_tokens;
+    float* logits;  // [most, vocabulary]
+    int64_t vocabulary;
+};
+static_assert(sizeof(Linked) == 13 * 8);
 
-// ways: of each Way [threads, n, 45], or [1, n, 45] where no thread has memory of its own; they, matrices and
-// layers are the structures of cpu.h as words of 64 bits, linked by serve/link.py, which keeps alive what
-// they point to. sizes: Cache, few, tile_tokens, prepared_row.
-void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
-                 const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
-                 const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
-                 const at::Tensor& wanted, int64_t rows, int64_t sequences, int64_t wanted_rows,
-                 const std::optional<at::Tensor>& times) {
-    TORCH_CHECK(rows > 0 && sequences > 0 && sizes.size() == 4, "program_run: an empty step");
-    TORCH_CHECK(ways.size() == 3, "program_run: 3 ways; got ", ways.size());
-    const int threads = at::get_num_threads();
+// A step, in the same way; arrays are int32 but for the last.
+struct Given {
+    int64_t threads, rows, sequences, wanted_rows;
+    const int32_t *tokens, *positions, *starts, *wanted;
+    const int32_t* const* tables;  // of each group [sequences, width]
+    const int64_t* widths;
+    double* times;  // null, or [count]: seconds of each instruction are added
+};
+static_assert(sizeof(Given) == 11 * 8);
+
+void run_step(const Linked& linked, const Given& given) {
+    const int64_t rows = given.rows, sequences = given.sequences;
+    const int threads = int(given.threads);
+    check(rows > 0 && sequences > 0 && threads > 0, "program_run: an empty step");
     const Level& chosen = level();
     const Kernels& k = *chosen.kernels;
     Program p{};
     p.kernels = chosen.kernels;
     bool each = false;  // whether every thread has instructions of its own
-    const auto choose = [&](Way way) {
-        const at::Tensor& words = ways[int(way)];
+    const auto choose_way = [&](Way way) {
         each = way == Way::few;
-        TORCH_CHECK(words.dim() == 3 && words.size(2) == 45 && words.size(0) >= (each ? threads : 1),
-                    "program_run: instructions must be [", each ? threads : 1, ", n, 45]; got ",
-                    words.sizes());
-        p.instructions = (const Instruction*)words.const_data_ptr();
-        p.count = words.size(1);
+        p.instructions = linked.ways[int(way)];
     };
-    choose(Way::many);
-    p.matrices = (const Matrix*)matrices.const_data_ptr();
-    p.layers = (const CacheLayer*)layers.const_data_ptr();
-    p.cache = Cache(sizes[0]);
-    p.few = sizes[1];
+    choose_way(Way::many);
+    p.count = linked.count;
+    p.matrices = linked.matrices;
+    p.layers = linked.layers;
+    p.cache = Cache(linked.cache);
+    p.few = linked.few;
     p.bf16 = chosen.bf16;
     p.vnni = chosen.vnni;
     p.brgemm = usable_brgemm();
-    p.prepared = prepared.data_ptr();
-    p.prepared_row = sizes[3];
+    p.prepared = linked.prepared;
+    p.prepared_row = linked.prepared_row;
     Step s{};
     s.rows = rows;
     s.sequences = sequences;
-    s.wanted_rows = wanted_rows;
-    s.tokens = ints(tokens, rows, "tokens");
-    s.positions = ints(positions, rows, "positions");
-    const int32_t* start = ints(starts, sequences + 1, "starts");
-    TORCH_CHECK(start[0] == 0 && start[sequences] == rows, "program_run: starts must go from 0 to ", rows,
-                " rows; got ", start[0], " to ", start[sequences]);
-    s.wanted = ints(wanted, wanted_rows, "wanted");
-    std::vector<const int32_t*> table(tables.size());
-    std::vector<int64_t> width(tables.size());
-    for (size_t g = 0; g < tables.size(); g++) {
-        table[g] = ints(tables[g], 0, "tables");
-        TORCH_CHECK(tables[g].dim() == 2 && tables[g].size(0) >= sequences,
-                    "program_run: tables [S, blocks]");
-        width[g] = tables[g].size(1);
-    }
-    s.tables = table.data();
-    s.table_width = width.data();
-    s.tile_tokens = rows == sequences ? 1 : sizes[2];
+    s.wanted_rows = given.wanted_rows;
+    s.tokens = given.tokens;
+    s.positions = given.positions;
+    const int32_t* start = given.starts;
+    check(start[0] == 0 && start[sequences] == rows, "program_run: starts must go from 0 to ", rows,
+          " rows; got ", start[0], " to ", start[sequences]);
+    s.wanted = given.wanted;
+    s.tables = given.tables;
+    s.table_width = given.widths;
+    s.tile_tokens = rows == sequences ? 1 : linked.tile_tokens;
     std::vector<int32_t> sequence_of(rows), newest(sequences, -1);
     std::vector<QueryTile> tiles;
     for (int32_t q = 0; q < sequences; q++) {
@@ -183,9 +179,9 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
 
     std::optional<Reordered> reordered;
     if (rows <= p.few) {
-        choose(Way::few);
+        choose_way(Way::few);
     } else if (rows >= OWN_ROWS * threads && k.program_own_rows(p, s)) {
-        choose(Way::own);
+        choose_way(Way::own);
         if (s.tile_tokens > 1) reordered.emplace(s, tiles).apply(s);
     }
     s.query_tiles = tiles.data();
@@ -204,11 +200,9 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
     }
     std::vector<float> parts(partial);
     p.partial = parts.data();
-    launches.fetch_add(1, std::memory_order_relaxed);
 
     // Seconds of each instruction, waiting included, as the first thread sees them.
-    double* seconds = times ? times->data_ptr<double>() : nullptr;
-    TORCH_CHECK(!seconds || times->numel() >= p.count, "program_run: times for ", p.count, " instructions");
+    double* seconds = given.times;
     auto now = [] {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     };
@@ -231,64 +225,52 @@ void program_run(at::TensorList ways, const at::Tensor& matrices, const at::Tens
         }
         if (p.brgemm) release_brgemm();
     };
-    if (threads == 1) return work(0, 1, nullptr);
     std::atomic<Barrier*> shared{nullptr};
     // The size of the team is known inside alone: where the runtime gives fewer threads, fewer meet.
-#pragma omp parallel num_threads(threads)
-    {
+    together(threads, [&](int thread, int team) {
+        if (team > 1) {
 #pragma omp single
-        shared = new Barrier(omp_get_num_threads());
-        work(omp_get_thread_num(), omp_get_num_threads(), shared.load());
-    }
+            shared = new Barrier(team);
+        }
+        work(thread, team, shared.load());
+    });
     delete shared.load();
-}
-
-// Steps of one row a sequence, one after another: each row's next token is that with the largest of its
-// logits [S, V]. chosen int64 [count, S]; the number of steps that ran, fewer than `count` where a row of the
-// last has a negative number for a token (see sampling/binding.h), or where another thread has made the
-// number in interrupt int32 [1] something else than 0.
-int64_t program_run_greedy(at::TensorList ways, const at::Tensor& matrices, const at::Tensor& layers,
-                           const at::Tensor& prepared, at::IntArrayRef sizes, const at::Tensor& tokens,
-                           const at::Tensor& positions, const at::Tensor& starts, at::TensorList tables,
-                           const at::Tensor& wanted, const at::Tensor& logits, const at::Tensor& chosen,
-                           const at::Tensor& interrupt, const std::optional<at::Tensor>& times) {
-    TORCH_CHECK(chosen.dim() == 2 && chosen.scalar_type() == at::kLong && chosen.is_contiguous(),
-                "program_run_greedy: chosen must be contiguous int64 [count, S]; got ", chosen.scalar_type(),
-                " ", chosen.sizes());
-    const int64_t count = chosen.size(0), S = chosen.size(1);
-    TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous(),
-                "program_run_greedy: logits must be contiguous float32; got ", logits.scalar_type());
-    TORCH_CHECK(logits.dim() == 2 && logits.size(0) >= S && tokens.numel() == S && wanted.numel() == S,
-                "program_run_greedy: ", S, " sequences with one row each; got ", tokens.numel(),
-                " rows, of which ", wanted.numel(), " are wanted, and logits ", logits.sizes());
-    const at::Tensor step_tokens = tokens.clone(), step_positions = positions.clone();
-    std::vector<int64_t> rows(S);
-    std::iota(rows.begin(), rows.end(), 0);
-    int64_t* to = chosen.data_ptr<int64_t>();
-    const int32_t* stop = ints(interrupt, 1, "interrupt");
-    for (int64_t i = 0; i < count; i++, to += S) {
-        if (i > 0 && __atomic_load_n(stop, __ATOMIC_RELAXED)) return i;
-        program_run(ways, matrices, layers, prepared, sizes, step_tokens, step_positions, starts, tables,
-                    wanted, S, S, S, times);
-        if (!argmax_rows(logits, rows, to)) return i + 1;
-        std::copy(to, to + S, step_tokens.data_ptr<int32_t>());
-        step_positions.add_(1);
-    }
-    return count;
 }
 
 }  // namespace
 }  // namespace hasten
 
-TORCH_LIBRARY_FRAGMENT(hasten_cpu, m) {
-    m.def(
-        "program_run(Tensor[] ways, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
-        "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, int rows, "
-        "int sequences, int wanted_rows, Tensor(a!)? times=None) -> ()",
-        hasten::program_run);
-    m.def(
-        "program_run_greedy(Tensor[] ways, Tensor matrices, Tensor layers, Tensor prepared, int[] sizes, "
-        "Tensor tokens, Tensor positions, Tensor starts, Tensor[] tables, Tensor wanted, Tensor logits, "
-        "Tensor(a!) chosen, Tensor interrupt, Tensor(b!)? times=None) -> int",
-        hasten::program_run_greedy);
+using namespace hasten;
+
+HASTEN_DOOR Answer hasten_program_run(const Linked& linked, const Given& given) {
+    return guarded([&] { run_step(linked, given); });
+}
+
+// Steps of one row a sequence, one after another: each row's next token is that with the largest of its
+// logits. chosen [count, S]; `ran`: the number of steps that did, fewer than `count` where a row of the last
+// has a negative number for a token (see sampling/serving.h), or where another thread has made `interrupt`
+// something else than 0.
+HASTEN_DOOR Answer hasten_program_run_greedy(const Linked& linked, const Given& first, int64_t count,
+                                             int64_t* chosen, const int32_t* interrupt, int64_t* ran) {
+    return guarded([&] {
+        const int64_t S = first.sequences;
+        check(first.rows == S && first.wanted_rows == S, "program_run_greedy: ", S,
+              " sequences with one row each; got ", first.rows, " rows, of which ", first.wanted_rows,
+              " are wanted");
+        std::vector<int32_t> tokens(first.tokens, first.tokens + S);
+        std::vector<int32_t> positions(first.positions, first.positions + S);
+        std::vector<int64_t> rows(S);
+        std::iota(rows.begin(), rows.end(), 0);
+        Given given = first;
+        given.tokens = tokens.data(), given.positions = positions.data();
+        for (*ran = 0; *ran < count; chosen += S) {
+            if (*ran > 0 && __atomic_load_n(interrupt, __ATOMIC_RELAXED)) return;
+            run_step(linked, given);
+            ++*ran;
+            if (!argmax_rows(linked.logits, linked.vocabulary, rows.data(), S, int(first.threads), chosen))
+                return;
+            std::copy(chosen, chosen + S, tokens.begin());
+            for (int32_t& position : positions) position++;
+        }
+    });
 }
