@@ -10,8 +10,9 @@ Names are imported on first use, so that `import hasten` costs nothing.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from hasten.base import lazy
 
 __version__ = "0.1.0"
 
@@ -31,9 +32,7 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'hasten' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    return lazy.attribute(__name__, name, _HOMES, __all__)
 
 
 def __dir__() -> list[str]:

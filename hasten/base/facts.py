@@ -17,7 +17,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -74,8 +74,8 @@ class Facts:
     """This machine. `isa` is the level in force, `isa_available` the highest the machine has.
 
     `cores`: how many this process may keep busy (affinity and cgroup quota); `physical_cores`: the same where
-    hardware threads that share a core's units count once. `memory_bytes`: what is
-    installed; `memory_limit_bytes`: what this process may use (the cgroup limit where one is lower).
+    hardware threads that share a core's units count once. `memory_bytes`: what is installed;
+    `memory_limit_bytes`: what this process may use (the cgroup limit where one is lower).
     """
 
     processor: Fact[str]
@@ -301,11 +301,16 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     return folders
 
 
-def _cores(root: Path) -> Fact[int]:
+def _allowed() -> Fact[Set[int]]:
+    """The processors, by number, that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        cores, source = len(os.sched_getaffinity(0)), "sched_getaffinity"
-    else:
-        cores, source = os.cpu_count() or 1, "os.cpu_count()"
+        return Fact(os.sched_getaffinity(0), "sched_getaffinity")
+    return Fact(set(range(os.cpu_count() or 1)), "os.cpu_count()")
+
+
+def _cores(root: Path) -> Fact[int]:
+    cpus = _allowed()
+    cores, source = len(cpus.value), cpus.source
     for folder in _cgroups(root, "cpu"):
         quota, period, name = "max", "100000", "cpu.max"
         if text := _read(folder / "cpu.max").split():
@@ -324,9 +329,9 @@ def _cores(root: Path) -> Fact[int]:
 
 
 def _physical_cores(root: Path, cores: Fact[int]) -> Fact[int]:
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     folder = root / "sys/devices/system/cpu"
-    siblings = [_read(folder / f"cpu{cpu}/topology/thread_siblings_list").strip() for cpu in allowed]
+    files = [folder / f"cpu{cpu}/topology/thread_siblings_list" for cpu in _allowed().value]
+    siblings = [_read(file).strip() for file in files]
     found = len(set(siblings))
     return Fact(found, f"{folder}/*/topology") if all(siblings) and found < cores.value else cores
 

@@ -5,8 +5,9 @@ Names are imported on first use: where a model lies is found without torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from hasten.base import lazy
 
 if TYPE_CHECKING:
     from hasten.models.open import Opened, open_model
@@ -16,16 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "MASKED_FAMILIES", "PRESETS", "Opened", "open_model", "tiny_model"]
 
 _HOMES = {
-    "FAMILIES": "tiny",
-    "MASKED_FAMILIES": "tiny",
-    "PRESETS": "presets",
-    "Opened": "open",
-    "open_model": "open",
-    "tiny_model": "tiny",
+    "FAMILIES": "hasten.models.tiny",
+    "MASKED_FAMILIES": "hasten.models.tiny",
+    "PRESETS": "hasten.models.presets",
+    "Opened": "hasten.models.open",
+    "open_model": "hasten.models.open",
+    "tiny_model": "hasten.models.tiny",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"hasten.models.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'hasten.models' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return lazy.attribute(__name__, name, _HOMES, __all__)

@@ -374,20 +374,15 @@ def test_memory_of_the_next_prompt_is_taken_while_nobody_waits(make: Make) -> No
     engine = make(runner)
     ahead = -(-runner.step_tokens // 32)
 
-    def settled(used: int) -> bool:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if sorted(set(runner.touched) | runner.used) == [(g, b) for g in (0, 1) for b in range(used)]:
-                return True
-            time.sleep(0.01)
-        return False
+    def known(blocks: int) -> bool:
+        return set(runner.touched) | runner.used == {(g, b) for g in (0, 1) for b in range(blocks)}
 
-    assert settled(ahead)
+    soon(lambda: known(ahead))
     engine.submit(
         Request([token % 7 + 1 for token in range(70)], params=SamplingParams(max_tokens=3))
     ).collect()
     held = len({block for group, block in runner.used if group == 0})
-    assert settled(held + ahead), (held, ahead, runner.touched, runner.used)
+    soon(lambda: known(held + ahead))
     assert len(set(runner.touched)) == len(runner.touched)
 
 

@@ -2,6 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <stdexcept>
+#include <string>
+
 namespace hasten {
 
 std::atomic<int64_t> launches{0};

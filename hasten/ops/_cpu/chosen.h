@@ -3,9 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <sstream>
-#include <stdexcept>
-#include <string>
 
 #include "kernels.h"
 
@@ -41,14 +38,5 @@ inline void release_brgemm() {
 
 // How often work was spread: tells whether a kernel or a torch body answered a call.
 extern std::atomic<int64_t> launches;
-
-// Raises E with the parts as its message.
-template <class E = std::runtime_error, class... Parts>
-void check(bool holds, const Parts&... parts) {
-    if (holds) return;
-    std::ostringstream message;
-    (message << ... << parts);
-    throw E(message.str());
-}
 
 }  // namespace hasten

@@ -5,6 +5,9 @@
 #include <omp.h>
 
 #include <new>
+#include <sstream>
+#include <stdexcept>
+#include <string>
 
 #include "chosen.h"
 
@@ -14,6 +17,15 @@ constexpr int32_t HASTEN_LAYOUT = 1;
 #define HASTEN_DOOR extern "C" __attribute__((visibility("default")))
 
 namespace hasten {
+
+// Raises E with the parts as its message.
+template <class E = std::runtime_error, class... Parts>
+void check(bool holds, const Parts&... parts) {
+    if (holds) return;
+    std::ostringstream message;
+    (message << ... << parts);
+    throw E(message.str());
+}
 
 // What a door returns; the caller raises the same, with `hasten_error()`.
 enum class Answer : int32_t { done, runtime_error, index_error, memory_error };

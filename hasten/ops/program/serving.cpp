@@ -1,6 +1,4 @@
 // Runs a program: one parallel region for a step, with a barrier where instructions need one.
-#include <omp.h>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

@@ -256,7 +256,7 @@ def signed(word: int) -> int:
 
 def _check_logits(logits: np.ndarray) -> None:
     formed = logits.ndim == 2 and logits.dtype == np.float32 and logits.flags.c_contiguous
-    if not formed or not logits.shape[1]:
+    if not formed or not 0 < logits.shape[1] < 2**31:
         raise ShapeError(
             "sampling takes contiguous float32 logits [rows, vocabulary]; "
             f"got {logits.dtype} {list(logits.shape)} with strides {list(logits.strides)}"
