@@ -108,7 +108,7 @@ class Steps:
 
     def touch_next(self) -> bool:
         """Takes the memory of one block that the next prompt may write, while nobody waits for anything: a
-        prompt that meets new memory takes 2 to 4 % longer (docs/LOG.md, 2026-11-30). Whether there was one to
+        prompt that meets new memory takes 2 % longer (docs/LOG.md, 2026-11-30). Whether there was one to
         take, out of as many as a step can fill."""
         if self._touching is None:
             return False
