@@ -88,7 +88,7 @@ HASTEN_PAIRS_TARGET inline __attribute__((always_inline)) void gemm_block(const 
         VU b[NV];
         for (int n = 0; n < NV; n++) {
             b[n] = Unit::load(B + k * ldb + n * W);
-            if (FETCH && n * VECTOR % 64 == 0) __builtin_prefetch(next + k * ldb + n * W);
+            if (FETCH && n * VECTOR % 64 == 0) __builtin_prefetch(next + k * ldb + n * W, 0, 2);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++)

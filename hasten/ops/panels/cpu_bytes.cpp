@@ -1,6 +1,6 @@
 // Few rows times quantised panels, in integers: codes times int8 values, summed in int32 over a block of 32
-// (16 where the group has 16), then scaled and added in fp32. Memory is the limit: a tile of rows reads a
-// panel once.
+// (16 where the group has 16), then times the scale of x and added in fp32 over the group, whose scale and
+// minimum follow once. Memory is the limit: a tile of rows reads a panel once.
 #include "layout.h"
 
 #if defined(__SSE2__) && !defined(__AVX2__)
@@ -88,12 +88,11 @@ inline VU in_register(VU v) {
     return UNITS > 1 ? (VU)apart((VF)v) : v;
 }
 
+// z += the products of a block.
 template <class Bytes, int BITS, int U, int MR>
-HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, const uint8_t* a,
+HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* z, const uint8_t* a,
                                                                         const uint8_t* b, const uint32_t* x,
-                                                                        const uint32_t* scales,
-                                                                        const uint32_t* sums, VF scale,
-                                                                        VF minimum) {
+                                                                        const uint32_t* scales) {
     VI sum[MR];
     for (int m = 0; m < MR; m++) sum[m] = VI{};
     using C = Codes<BITS, U>;
@@ -109,11 +108,9 @@ HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* y, c
         for (int m = 0; m < MR; m++) sum[m] = Bytes::template add<BITS>(sum[m], q, x + u * MR + m);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-        const VF products = __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF);
-        y[m] = y[m] + products * float_at(scales + m) * scale;
-        y[m] = y[m] + minimum * float_at(sums + m);
-    }
+    for (int m = 0; m < MR; m++)
+        z[m] =
+            z[m] + __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF) * float_at(scales + m);
 }
 
 // So far ahead lines are fetched, across the end of a panel into the next.
@@ -123,35 +120,38 @@ template <class Bytes, int BITS, int U, int MR, bool FETCH = true>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
-    // Unrolled, so that they are registers from the beginning to the end; and one loop, not groups and
-    // blocks, since short loops are left late.
-    VF y[MR];
+    const BytesRow row(m.K);
+    const uint32_t *scales = x + row.scales() * MR, *sums = x + row.sums(m.group) * MR;
+    // Totals, and sums of the group, which know the scales of x alone. Unrolled, so that they are registers
+    // from the beginning to the end; and one loop, not groups and blocks, since short loops are left late.
+    VF y[MR], z[MR];
 #pragma GCC unroll 8
-    for (int i = 0; i < MR; i++) y[i] = VF{};
+    for (int i = 0; i < MR; i++) y[i] = z[i] = VF{};
     const uint8_t *group = groups.panel(m, panel), *a = group, *b = group;
-    VF scale{}, minimum{};
     int64_t block = 0;  // of the group
     int half = 0;
     for (int64_t left = ceil_div(m.K, 4 * U); left > 0; left--) {
         if (block == 0) {
-            scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
             a = groups.a(group, part), b = a + groups.b_at;
             if (FETCH) __builtin_prefetch(group + AHEAD);
         }
 #pragma GCC unroll 8
         for (int64_t at = 0; FETCH && at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
         if constexpr (FETCH && C::b_step > 0) __builtin_prefetch(b + AHEAD);
-        if constexpr (U == 8) {
-            add_block<Bytes, BITS, U, MR>(y, a, b, x, x + 8 * MR, x + 9 * MR, scale, minimum);
-            x += BLOCK_WORDS * MR;
-        } else {
-            add_block<Bytes, BITS, U, MR>(y, a, b, x + half * 4 * MR, x + 8 * MR, x + (10 + half) * MR, scale,
-                                          minimum);
-            x += half * BLOCK_WORDS * MR;
-            half ^= 1;
-        }
+        add_block<Bytes, BITS, U, MR>(z, a, b, x, scales);
+        x += U * MR;
+        scales += U == 8 ? MR : half * MR;
+        half ^= 1;
         a += C::a_step, b += C::b_step;
-        if (++block == groups.blocks) block = 0, group += groups.bytes;
+        if (++block < groups.blocks && left > 1) continue;
+        const VF scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            y[i] = y[i] + z[i] * scale;
+            y[i] = y[i] + minimum * float_at(sums + i);
+            z[i] = VF{};
+        }
+        block = 0, group += groups.bytes, sums += MR;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) store(out + i * W, y[i]);

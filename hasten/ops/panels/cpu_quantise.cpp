@@ -37,9 +37,39 @@ inline int32_t narrow_bytes(VI v, int8_t* to) {
 #endif
 }
 
-// A block of 32 floats as int8 with one scale; words `width` apart. The scale of a block that holds a number
-// that is not finite is NaN, and all sums that read it are.
-inline void write_block(const float* x, uint32_t* to, int64_t width) {
+// Where a block of a row goes, or of a tile from its first row on; words of a row lie `width` apart.
+struct Place {
+    int64_t width;
+    uint32_t *bytes, *scale, *halves, *whole;
+    Place(int64_t K, uint32_t* to, int64_t width) : width(width), bytes(to) {
+        const BytesRow row(K);
+        scale = to + row.scales() * width;
+        halves = to + row.sums(16) * width;
+        whole = to + row.sums(32) * width;
+    }
+    Place of_row(int64_t r) const {
+        Place other = *this;
+        other.bytes += r, other.scale += r, other.halves += r, other.whole += r;
+        return other;
+    }
+    void next() { bytes += BLOCK / 4 * width, scale += width, halves += 2 * width, whole += width; }
+};
+
+// Sums over groups of 64 and of 128, of those over 32, of `rows` rows that are neighbours in the tile.
+void wider_sums(int64_t K, uint32_t* to, int64_t width, int64_t rows) {
+    const BytesRow row(K);
+    for (int64_t group = 64; group <= 128; group *= 2) {
+        const int64_t halves = row.groups(group / 2);
+        const float* from = (const float*)to + row.sums(group / 2) * width;
+        float* sums = (float*)to + row.sums(group) * width;
+        for (int64_t i = 0; i < halves; i += 2, from += 2 * width, sums += width)
+            for (int64_t r = 0; r < rows; r++) sums[r] = i + 1 < halves ? from[r] + from[width + r] : from[r];
+    }
+}
+
+// A block of 32 floats as int8 with one scale. The scale of a block that holds a number that is not finite is
+// NaN, and all sums that read it are.
+inline void write_block(const float* x, const Place& to) {
     const uint32_t bits = largest_bits(x);
     const float largest = float_at(&bits);
     const bool finite = bits < 0x7f800000u;
@@ -54,23 +84,32 @@ inline void write_block(const float* x, uint32_t* to, int64_t width) {
             (i < BLOCK / 2 ? low : high) += narrow_bytes(rounded, bytes + i);
         }
     }
-    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to + u * width, bytes + 4 * u, 4);
-    const float numbers[4] = {scale, scale * float(low + high), scale * float(low), scale * float(high)};
-    for (int64_t i = 0; i < 4; i++) std::memcpy(to + (BLOCK / 4 + i) * width, numbers + i, 4);
+    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to.bytes + u * to.width, bytes + 4 * u, 4);
+    const auto put = [](float number, uint32_t* at) { std::memcpy(at, &number, 4); };
+    put(scale, to.scale);
+    put(scale * float(low), to.halves);
+    put(scale * float(high), to.halves + to.width);
+    put(scale * float(low + high), to.whole);
+}
+
+// K values from a block's beginning on, the last block filled with zeros.
+inline void write_blocks(const float* x, int64_t K, Place to) {
+    for (int64_t k = 0; k < K; k += BLOCK, to.next()) {
+        if (K - k >= BLOCK) {
+            write_block(x + k, to);
+            continue;
+        }
+        float block[BLOCK] = {};
+        std::memcpy(block, x + k, size_t(K - k) * 4);
+        write_block(block, to);
+    }
 }
 
 }  // namespace
 
 void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width) {
-    for (int64_t k = 0; k < K; k += BLOCK, to += BLOCK_WORDS * width) {
-        if (K - k >= BLOCK) {
-            write_block(x + k, to, width);
-            continue;
-        }
-        float block[BLOCK] = {};
-        std::memcpy(block, x + k, size_t(K - k) * 4);
-        write_block(block, to, width);
-    }
+    write_blocks(x, K, Place(K, to, width));
+    wider_sums(K, to, width, 1);
 }
 
 #if defined(__AVX512F__)
@@ -107,7 +146,7 @@ inline __m256i sums_of_bytes(__m512i first, __m512i second) {
 }
 
 // A block of 8 rows whose numbers are all finite; false, and nothing written, where one is not.
-inline bool write_blocks(const float* x, int64_t x_row, uint32_t* to) {
+inline bool write_tile(const float* x, int64_t x_row, const Place& to) {
     VF v[8][2];
     __m512i top[8];
 #pragma GCC unroll 8
@@ -141,20 +180,20 @@ inline bool write_blocks(const float* x, int64_t x_row, uint32_t* to) {
     const auto join = [&](int at, __m512i a, __m512i b) {
         for (int i = 0; i < 2; i++) {
             words[at + i] = _mm512_permutex2var_epi64(a, _mm512_load_si512(order[i]), b);
-            _mm512_storeu_si512(to + (at + i) * 16, words[at + i]);
+            _mm512_storeu_si512(to.bytes + (at + i) * 16, words[at + i]);
         }
     };
     join(0, four(0, std::false_type{}), four(2, std::false_type{}));
     join(2, four(0, std::true_type{}), four(2, std::true_type{}));
     const __m256i low = sums_of_bytes(words[0], words[1]), high = sums_of_bytes(words[2], words[3]);
-    const auto two = [](__m256i a, __m256i b) {
-        return (VI)_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+    const auto sums_to = [&](uint32_t* at, __m256i sums, int64_t first) {
+        const __m256 numbers = _mm256_mul_ps(_mm512_castps512_ps256((__m512)scale), _mm256_cvtepi32_ps(sums));
+        _mm256_storeu_ps((float*)at + first, numbers);
     };
-    const VF whole = __builtin_convertvector(two(low, _mm256_add_epi32(low, high)), VF);
-    const VF parts = __builtin_convertvector(two(low, high), VF);
-    const VF sums = scale * whole;  // of these the second half is wanted
-    store((float*)to + 64, (VF)_mm512_mask_mov_pd((__m512d)sums, 0x0f, (__m512d)scale));
-    store((float*)to + 80, scale * parts);
+    _mm256_storeu_ps((float*)to.scale, _mm512_castps512_ps256((__m512)scale));
+    sums_to(to.halves, low, 0);
+    sums_to(to.halves, high, TILE);
+    sums_to(to.whole, _mm256_add_epi32(low, high), 0);
     return true;
 }
 
@@ -162,11 +201,13 @@ inline bool write_blocks(const float* x, int64_t x_row, uint32_t* to) {
 
 void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
     static_assert(TILE == 8);
-    for (int64_t k = 0; k < K; k += BLOCK, to += BLOCK_WORDS * TILE) {
-        if (K - k >= BLOCK && write_blocks(x + k, x_row, to)) continue;
+    Place place(K, to, TILE);
+    for (int64_t k = 0; k < K; k += BLOCK, place.next()) {
+        if (K - k >= BLOCK && write_tile(x + k, x_row, place)) continue;
         for (int64_t r = 0; r < TILE; r++)
-            quantise_row(x + r * x_row + k, std::min(BLOCK, K - k), to + r, TILE);
+            write_blocks(x + r * x_row + k, std::min(BLOCK, K - k), place.of_row(r));
     }
+    wider_sums(K, to, TILE, TILE);
 }
 #else
 void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {

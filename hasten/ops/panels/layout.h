@@ -25,9 +25,6 @@ constexpr int64_t LANES = PANEL_ROWS;
 constexpr int64_t TILE = W == 16 ? 8 : 4;
 // Values of x with one scale.
 constexpr int64_t BLOCK = 32;
-// Four-byte words of a row that a block takes: 8 of int8 values, the scale, and scale times the sum of all
-// values, of the first 16 and of the last 16.
-constexpr int64_t BLOCK_WORDS = 12;
 // Units of k whose products are summed before they are added to the total. The same for few and for many
 // rows, so that a row's result does not depend on how many others there are.
 constexpr int64_t UNITS = 256;
@@ -38,6 +35,29 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 inline int64_t round_up(int64_t a, int64_t b) {
     return ceil_div(a, b) * b;
 }
+
+// Where the numbers of a row lie that is prepared as bytes, in four-byte words: int8 values, then one scale
+// for each block, then scale times the sum of values for each group of 16, of 32, of 64 and of 128, which is
+// what minima of groups of that size are multiplied by.
+struct BytesRow {
+    int64_t blocks;
+    explicit BytesRow(int64_t K) : blocks(ceil_div(K, BLOCK)) {}
+    int64_t scales() const { return BLOCK / 4 * blocks; }
+    int64_t sums(int64_t group) const {
+        switch (group) {
+            case 16:
+                return scales() + blocks;
+            case 32:
+                return sums(16) + groups(16);
+            case 64:
+                return sums(32) + groups(32);
+            default:
+                return sums(64) + groups(64);
+        }
+    }
+    int64_t groups(int64_t size) const { return size == 16 ? 2 * blocks : ceil_div(blocks, size / BLOCK); }
+    int64_t words() const { return sums(128) + groups(128); }
+};
 
 // Up to so many rows, panels are read anew from the cache for each tile of rows; with more, unpacking them
 // for the blocked product is faster. Measured on 2026-11-29 on a Zen 5, one thread, [1536, 576], microseconds
@@ -66,7 +86,7 @@ inline bool is_few(PanelForm form) {
 inline int64_t words_of(PanelForm form, int64_t K) {
     switch (form) {
         case PanelForm::bytes:
-            return ceil_div(K, BLOCK) * BLOCK_WORDS;
+            return BytesRow(K).words();
         case PanelForm::pairs:
             return ceil_div(K, 2);
         case PanelForm::floats:

@@ -58,6 +58,15 @@ __attribute__((noinline)) void fold(int64_t M, int64_t width, float* o, float* l
     }
 }
 
+template <class Unit>
+HASTEN_PAIRS_TARGET void to_halves(const float* x, int64_t n, uint16_t* to) {
+    int64_t d = 0;
+    for (; d + W <= n; d += W) store_half(to + d, halves_of<Unit>(load(x + d)));
+    if (d == n) return;
+    const VH last = halves_of<Unit>(load_part(x + d, int(n - d)));
+    std::memcpy(to + d, &last, size_t(n - d) * 2);
+}
+
 // Queries [M, units] for products with keys; scales: with integers, what they are multiplied by.
 template <class Unit>
 void take_queries(const Step& s, const Instruction& in, const Tile& t, const CacheLayer& c, uint32_t* q,
@@ -70,7 +79,7 @@ void take_queries(const Step& s, const Instruction& in, const Tile& t, const Cac
         if constexpr (Unit::integers)
             scales[m] = to_integers(x, c.D, limit, (int16_t*)to);
         else if constexpr (Unit::per_unit == 2)
-            each_vector(c.D, [&](int64_t d, auto lanes) { put((bf16*)to + d, get(x + d, lanes), lanes); });
+            to_halves<Unit>(x, c.D, (uint16_t*)to);
         else
             std::memcpy(to, x, size_t(c.D) * 4);
         positions[m] = s.positions[row];

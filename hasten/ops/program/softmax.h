@@ -25,6 +25,15 @@ struct WidenedBF16 : FloatSums {
     }
 };
 
+// v as a unit's pairs hold it.
+template <class Unit>
+HASTEN_PAIRS_TARGET inline VH halves_of(VF v) {
+    if constexpr (std::is_same_v<Unit, WidenedBF16>)
+        return narrow_bf16(v);
+    else
+        return narrow_fast(v);
+}
+
 #if defined(__AVX512F__)
 // Lane r of the result: f over the lanes of v[r], in the order of `sum` in vec.h.
 template <class F>
@@ -151,10 +160,11 @@ HASTEN_PAIRS_TARGET inline VF put_weights(const Rows<Unit>& r, int64_t m, float 
     const int64_t from = FULL ? 0 : r.from, keys = FULL ? PART_TOKENS : r.keys;
     const float* x = r.scores + m * PART_TOKENS;
     uint32_t* w = r.weights + m * (PART_TOKENS / Unit::per_unit);
-    VF added{};
+    constexpr int DEGREE = !Unit::integers && Unit::per_unit == 2 ? 4 : 5;
+    VF added = splat(shift * 0.0f);  // NaN where a score is
 #pragma GCC unroll 8
     for (int64_t j = from; j < keys; j += W) {
-        const VF e = exp2_of(load(x + j) - shift);
+        const VF e = exp2_of_negative<DEGREE>(load(x + j) - shift);
         added = added + e;
         if constexpr (Unit::integers) {
             // A place that is not visible has no scale of its own.
@@ -163,10 +173,8 @@ HASTEN_PAIRS_TARGET inline VF put_weights(const Rows<Unit>& r, int64_t m, float 
             store_half((uint16_t*)w + j, (VH)narrowed<int16_t>(rounded_to_int(weight)));
         } else if constexpr (Unit::per_unit == 1) {
             store((float*)w + j, e);
-        } else if constexpr (std::is_same_v<Unit, WidenedBF16>) {
-            store_half((uint16_t*)w + j, narrow_bf16(e));
         } else {
-            store_half((uint16_t*)w + j, narrow_fast(e));
+            store_half((uint16_t*)w + j, halves_of<Unit>(e));
         }
     }
     return added;

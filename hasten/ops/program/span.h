@@ -86,7 +86,7 @@ HASTEN_PAIRS_TARGET inline __attribute__((always_inline)) void scores_block(
         for (int n = 0; n < 2 * NV; n++) {
             const int64_t at = u * T + n % NV * W;
             keys[n] = Unit::load(k[n / NV] + at);
-            if (FETCH && n % NV * VECTOR % 64 == 0) __builtin_prefetch(next[n / NV] + at);
+            if (FETCH && n % NV * VECTOR % 64 == 0) __builtin_prefetch(next[n / NV] + at, 0, 2);
         }
 #pragma GCC unroll 6
         for (int m = 0; m < MR; m++)
@@ -133,7 +133,7 @@ HASTEN_PAIRS_TARGET inline __attribute__((always_inline)) void values_block(
             VU values[NV];
             for (int n = 0; n < NV; n++) {
                 values[n] = Unit::load(v + n * W);
-                if (FETCH && n * VECTOR % 64 == 0) __builtin_prefetch(ahead + n * W);
+                if (FETCH && n * VECTOR % 64 == 0) __builtin_prefetch(ahead + n * W, 0, 2);
             }
 #pragma GCC unroll 6
             for (int m = 0; m < MR; m++)
