@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from functools import cache
@@ -26,10 +27,12 @@ def aligned(count: int, dtype: Any = np.float32) -> np.ndarray:
     return held[skip : skip + size].view(dtype)
 
 
-def pages(count: int, dtype: Any = np.uint8) -> np.ndarray:
+def pages(count: int, dtype: Any = np.uint8, *, huge: bool = False) -> np.ndarray:
     """Zeros [count] from the beginning of a page, taken when they are first written: small pages, unless the
     system always gives huge ones. A huge page that the system must first put together, or a hypervisor
     provide, takes longer than the 512 small ones that a prompt would have touched (docs/LOG.md, 2026-11-30).
+
+    huge: ask for huge ones; for what is written once and read in every step.
 
     Raises:
         MemoryError: the system has no room for it.
@@ -39,6 +42,9 @@ def pages(count: int, dtype: Any = np.uint8) -> np.ndarray:
         region = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{size / 1e9:,.1f} GB cannot be had: {error}") from error
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them gives small ones, as ever
+            region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, dtype, count)
 
 

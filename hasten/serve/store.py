@@ -322,7 +322,7 @@ def _read_arrays(file: Path, checksums: Mapping[str, int]) -> dict[str, np.ndarr
         header = json.loads(handle.read(length))
     begin = 8 + length
     if size <= _READ_BYTES:
-        data = pages(size - begin)
+        data = pages(size - begin, huge=True)
         places = {name: entry["data_offsets"] for name, entry in header.items()}
         _fill(file, begin, data, places, checksums)
     else:

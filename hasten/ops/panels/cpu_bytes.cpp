@@ -113,13 +113,17 @@ HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* z, c
             z[m] + __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF) * float_at(scales + m);
 }
 
-// So far ahead lines are fetched, across the end of a panel into the next.
-constexpr int64_t AHEAD = 6144;
+// So far ahead lines are fetched, across the end of a panel into the next: what a tile of 8 rows reads takes
+// three times as long as what one row does.
+constexpr int64_t ahead(int rows) {
+    return rows < 8 ? 6144 : 3072;
+}
 
 template <class Bytes, int BITS, int U, int MR, bool FETCH = true>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
+    constexpr int64_t AHEAD = ahead(MR);
     const BytesRow row(m.K);
     const uint32_t *scales = x + row.scales() * MR, *sums = x + row.sums(m.group) * MR;
     // Totals, and sums of the group, which know the scales of x alone. Unrolled, so that they are registers

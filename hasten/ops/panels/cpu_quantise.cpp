@@ -145,27 +145,37 @@ inline __m256i sums_of_bytes(__m512i first, __m512i second) {
     return _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
 }
 
-// A block of 8 rows whose numbers are all finite; false, and nothing written, where one is not.
-inline bool write_tile(const float* x, int64_t x_row, const Place& to) {
-    VF v[8][2];
+// The largest of |x| of each of 8 rows over a block, as bits.
+inline __m256i largest_of_tile(const float* x, int64_t x_row) {
     __m512i top[8];
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++) {
-        v[r][0] = load(x + r * x_row), v[r][1] = load(x + r * x_row + W);
-        top[r] = larger((__m512i)((VU)v[r][0] & 0x7fffffffu), (__m512i)((VU)v[r][1] & 0x7fffffffu));
+        const VU first = (VU)load(x + r * x_row), second = (VU)load(x + r * x_row + W);
+        top[r] = larger((__m512i)(first & 0x7fffffffu), (__m512i)(second & 0x7fffffffu));
     }
-    const VI bits = (VI)largest_of_each(top);
-    const VF largest = (VF)bits;
-    if (_mm512_cmpge_epi32_mask((__m512i)bits, _mm512_set1_epi32(0x7f800000))) return false;
-    const VF inverse = largest > 1e-36f ? 127.0f / largest : VF{};
-    const VF scale = largest > 1e-36f ? largest / 127.0f : VF{};
-    alignas(64) float factors[W];
-    store(factors, inverse);
+    return _mm512_castsi512_si256(largest_of_each(top));
+}
+
+// The largest of n blocks' rows, as bits, become scales, NaN where one is not finite, and what numbers are
+// multiplied by.
+inline void scales_of(int64_t n, float* scales, float* inverses) {
+    each_vector(n, [&](int64_t i, auto lanes) {
+        const VF largest = get(scales + i, lanes);
+        const VF inverse = largest > 1e-36f ? 127.0f / largest : VF{};
+        const VF scale = largest > 1e-36f ? largest / 127.0f : VF{};
+        put(inverses + i, inverse, lanes);
+        put(scales + i, (VI)largest < 0x7f800000 ? scale : splat(__builtin_nanf("")), lanes);
+    });
+}
+
+// A block of 8 rows whose numbers are all finite.
+inline void write_tile(const float* x, int64_t x_row, const Place& to, const float* factors) {
+    const __m256 scale = _mm256_loadu_ps((const float*)to.scale);
     __m512i halves[8], bytes[4];
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++) {
-        const VI low = rounded_to_int(v[r][0] * factors[r]);
-        const VI high = rounded_to_int(v[r][1] * factors[r]);
+        const VI low = rounded_to_int(load(x + r * x_row) * factors[r]);
+        const VI high = rounded_to_int(load(x + r * x_row + W) * factors[r]);
         halves[r] = _mm512_packs_epi32((__m512i)low, (__m512i)high);
     }
     // Quarter l: words l and 4 + l of the first row, then of the second.
@@ -187,23 +197,32 @@ inline bool write_tile(const float* x, int64_t x_row, const Place& to) {
     join(2, four(0, std::true_type{}), four(2, std::true_type{}));
     const __m256i low = sums_of_bytes(words[0], words[1]), high = sums_of_bytes(words[2], words[3]);
     const auto sums_to = [&](uint32_t* at, __m256i sums, int64_t first) {
-        const __m256 numbers = _mm256_mul_ps(_mm512_castps512_ps256((__m512)scale), _mm256_cvtepi32_ps(sums));
-        _mm256_storeu_ps((float*)at + first, numbers);
+        _mm256_storeu_ps((float*)at + first, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(sums)));
     };
-    _mm256_storeu_ps((float*)to.scale, _mm512_castps512_ps256((__m512)scale));
     sums_to(to.halves, low, 0);
     sums_to(to.halves, high, TILE);
     sums_to(to.whole, _mm256_add_epi32(low, high), 0);
-    return true;
 }
 
 }  // namespace
 
 void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
     static_assert(TILE == 8);
-    Place place(K, to, TILE);
-    for (int64_t k = 0; k < K; k += BLOCK, place.next()) {
-        if (K - k >= BLOCK && write_tile(x + k, x_row, place)) continue;
+    // Scales of all blocks first: it is a long way from numbers to their scale, and what follows would wait.
+    const Place begin(K, to, TILE);
+    Place place = begin;
+    int64_t k = 0;
+    for (; k + BLOCK <= K; k += BLOCK, place.next())
+        _mm256_storeu_si256((__m256i*)place.scale, largest_of_tile(x + k, x_row));
+    // Until the sums are written, what numbers are multiplied by lies in their place.
+    scales_of(TILE * (k / BLOCK), (float*)begin.scale, (float*)begin.whole);
+    place = begin;
+    for (k = 0; k < K; k += BLOCK, place.next()) {
+        const __m256 scale = _mm256_loadu_ps((const float*)place.scale);
+        if (K - k >= BLOCK && !_mm256_movemask_ps(_mm256_cmp_ps(scale, scale, _CMP_UNORD_Q))) {
+            write_tile(x + k, x_row, place, (const float*)place.whole);
+            continue;
+        }
         for (int64_t r = 0; r < TILE; r++)
             write_blocks(x + r * x_row + k, std::min(BLOCK, K - k), place.of_row(r));
     }
