@@ -27,7 +27,15 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format("quantised", 4, 32, zero=3),
 )
-COMMON: tuple[Format, ...] = (FLOAT32, BFLOAT16, quantised(4, 32, True), quantised(8), quantised(6, 16))
+COMMON: tuple[Format, ...] = (
+    FLOAT32,
+    BFLOAT16,
+    quantised(4, 32, True),
+    quantised(8),
+    quantised(6, 16),
+    quantised(5, 64),
+    quantised(4, 128, True),
+)
 ROWS = (1, 2, 4, 5, 8, 9, 17, 33, 70)
 BLOCK = 32
 

@@ -59,29 +59,31 @@ __attribute__((noinline)) void fold(int64_t M, int64_t width, float* o, float* l
 }
 
 template <class Unit>
-HASTEN_PAIRS_TARGET void to_halves(const float* x, int64_t n, uint16_t* to) {
+HASTEN_PAIRS_TARGET void to_halves(const float* x, int64_t n, float factor, uint16_t* to) {
     int64_t d = 0;
-    for (; d + W <= n; d += W) store_half(to + d, halves_of<Unit>(load(x + d)));
+    for (; d + W <= n; d += W) store_half(to + d, halves_of<Unit>(load(x + d) * factor));
     if (d == n) return;
-    const VH last = halves_of<Unit>(load_part(x + d, int(n - d)));
+    const VH last = halves_of<Unit>(load_part(x + d, int(n - d)) * factor);
     std::memcpy(to + d, &last, size_t(n - d) * 2);
 }
 
-// Queries [M, units] for products with keys; scales: with integers, what they are multiplied by.
+// Queries [M, units] for products with keys, times the scale of scores; scales: with integers, what products
+// are multiplied by instead.
 template <class Unit>
 void take_queries(const Step& s, const Instruction& in, const Tile& t, const CacheLayer& c, uint32_t* q,
                   float* scales, int32_t* positions, float* slopes) {
-    const float limit = float(integer_limit(2 * c.d_units));
+    const float limit = float(integer_limit(2 * c.d_units)), scale = float(in.f[0]) * LOG2E;
     each_row(t, in.n0 / c.heads, [&](int64_t m, int64_t row, int64_t h) {
         const float* x = row_of(in.a, row, h);
         uint32_t* to = q + m * c.d_units;
         to[c.d_units - 1] = 0;  // the second of a pair, where D is odd
         if constexpr (Unit::integers)
-            scales[m] = to_integers(x, c.D, limit, (int16_t*)to);
+            scales[m] = scale * to_integers(x, c.D, limit, (int16_t*)to);
         else if constexpr (Unit::per_unit == 2)
-            to_halves<Unit>(x, c.D, (uint16_t*)to);
+            to_halves<Unit>(x, c.D, scale, (uint16_t*)to);
         else
-            std::memcpy(to, x, size_t(c.D) * 4);
+            each_vector(
+                c.D, [&](int64_t d, auto lanes) { put((float*)to + d, get(x + d, lanes) * scale, lanes); });
         positions[m] = s.positions[row];
         if (in.c.base) slopes[m] = in.c.base[h];
     });
@@ -110,7 +112,7 @@ HASTEN_PAIRS_TARGET void attend(const Program& p, const Step& s, const Instructi
     rows.scores = scores, rows.weights = weights, rows.largest = largest, rows.total = total;
     rows.positions = positions, rows.slopes = in.c.base ? slopes : nullptr;
     rows.q_scales = q_scales, rows.factors = factors;
-    rows.scale = float(in.f[0]), rows.softcap = float(in.f[1]);
+    rows.softcap = float(in.f[1]);
     const int64_t part = t.begin / PART_BLOCKS,
                   parts = t.begin < t.end ? (t.end - 1) / PART_BLOCKS + 1 - part : 0;
     if (parts != 1) {

@@ -12,7 +12,7 @@
 namespace hasten {
 namespace {
 
-// Scores are kept times this: powers of two are cheaper than of e.
+// Scores are kept times this, which queries are multiplied by before: powers of two are cheaper than of e.
 constexpr float LOG2E = 1.44269504088896341f;
 
 // Pairs of bf16 where the processor has no products of them.
@@ -97,16 +97,20 @@ struct Rows {
     uint32_t* weights;         // [M, PART_TOKENS / per_unit]
     const int32_t* positions;  // of the rows
     const float* slopes;       // of the rows, or null
-    float scale, softcap;
+    float softcap;
     int64_t window, first_key;
-    // With integers: the largest finite scale of a value; what queries are multiplied by, and what sums of
-    // weights times values will be.
+    // With integers: the largest finite scale of a value; what products with queries are multiplied by, and
+    // what sums of weights times values will be.
     const Span<Unit>* span;
     float v_largest;
     const float* q_scales;
     float* factors;
 
-    VF k_scales(int64_t j) const { return load(span->k_scales[j / T] + j % T); }
+    VF score(int64_t m, int64_t j) const {
+        const VF v = load(scores + m * PART_TOKENS + j);
+        if constexpr (Unit::integers) return v * q_scales[m] * load(span->k_scales[j / T] + j % T);
+        return v;
+    }
     VF v_scales(int64_t j) const { return load(span->v_scales[j / T] + j % T); }
 };
 
@@ -114,13 +118,12 @@ inline VF finite_or_zero(VF v) {
     return v < splat(INF) ? v : VF{};
 }
 
-// Scores of a row times LOG2E, ready for powers; returns the largest in each lane. FULL: all places are
-// there. With integers v_largest becomes the largest finite scale of a visible value.
+// Scores of a row, ready for powers; returns the largest in each lane. FULL: all places are there. With
+// integers v_largest becomes the largest finite scale of a visible value.
 template <class Unit, bool FULL>
 inline VF prepare_scores(const Rows<Unit>& r, int64_t m, float& v_largest) {
     const int64_t from = FULL ? 0 : r.from, keys = FULL ? PART_TOKENS : r.keys;
     float* x = r.scores + m * PART_TOKENS;
-    const float given = Unit::integers ? r.scale * r.q_scales[m] : r.scale, scale = given * LOG2E;
     const int32_t seen = r.positions[m] - int32_t(r.first_key);  // the last visible place
     const int32_t oldest = r.window ? seen - int32_t(r.window) + 1 : INT32_MIN;
     Largest top;
@@ -128,9 +131,8 @@ inline VF prepare_scores(const Rows<Unit>& r, int64_t m, float& v_largest) {
         v_largest = r.v_largest;
 #pragma GCC unroll 8
         for (int64_t j = from; j < keys; j += W) {
-            VF v = load(x + j) * scale;
-            if constexpr (Unit::integers) v = v * r.k_scales(j);
-            store(x + j, v);
+            const VF v = r.score(m, j);
+            if constexpr (Unit::integers) store(x + j, v);
             top.add(v);
         }
         return top.end();
@@ -138,9 +140,8 @@ inline VF prepare_scores(const Rows<Unit>& r, int64_t m, float& v_largest) {
     const VI lane = lane_numbers();
     VF v_top{};
     for (int64_t j = from; j < keys; j += W) {
-        VF v = load(x + j) * (r.softcap == 0 ? scale : given);
-        if constexpr (Unit::integers) v = v * r.k_scales(j);
-        if (r.softcap != 0) v = tanh_of(v / r.softcap) * (r.softcap * LOG2E);
+        VF v = r.score(m, j);
+        if (r.softcap != 0) v = tanh_of(v / (r.softcap * LOG2E)) * (r.softcap * LOG2E);
         const VI at = lane + int32_t(j);
         if (r.slopes) v = v + __builtin_convertvector(at - seen, VF) * (r.slopes[m] * LOG2E);
         const VI visible = (at <= seen) & (at >= oldest);
