@@ -24,7 +24,7 @@ def read_bytes_per_s(read_bytes: int = READ_BYTES) -> float:
     processor reaches with loads alone is a few percent less. Without native kernels torch's sum is timed.
     """
     size_bytes = min(read_bytes, psutil.virtual_memory().available // 8)
-    buffer = pages(size_bytes // 4, np.float32)
+    buffer = pages(size_bytes // 4, np.float32, huge=True)  # as packed weights lie
     # Pages that were only read are one page of zeros.
     buffer[:] = 1
     return buffer.nbytes / median_time(_reading(buffer))

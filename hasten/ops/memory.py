@@ -29,10 +29,11 @@ def aligned(count: int, dtype: Any = np.float32) -> np.ndarray:
 
 def pages(count: int, dtype: Any = np.uint8, *, huge: bool = False) -> np.ndarray:
     """Zeros [count] from the beginning of a page, taken when they are first written: small pages, unless the
-    system always gives huge ones. A huge page that the system must first put together, or a hypervisor
-    provide, takes longer than the 512 small ones that a prompt would have touched (docs/LOG.md, 2026-11-30).
+    system always gives huge ones.
 
-    huge: ask for huge ones; for what is written once and read in every step.
+    huge: ask for huge ones. They pay for weights, written once and read in every step, and not for a cache: a
+    page that the system must put together first, or a hypervisor provide, takes longer than 512 small ones
+    that a prompt would have touched (docs/LOG.md, "Pages of the cache").
 
     Raises:
         MemoryError: the system has no room for it.

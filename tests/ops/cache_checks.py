@@ -27,22 +27,22 @@ class Attention:
 
     def __init__(self, seed: int, window: int, softcap: float) -> None:
         self.heads, self.kv, self.D, self.Dv, _ = SHAPES[seed % len(SHAPES)]
-        self.builder = Builder(seed)
+        self.seed, self.generator = seed, Builder(seed).generator
         self.window, self.softcap = window, softcap
 
     def held_by_bytes(self, kv: int, width: int) -> Tensor:
         """[CONTEXT, kv, width] of integers up to 127, which occurs in each row, times powers of two."""
-        x = torch.randint(-127, 128, (CONTEXT, kv, width), generator=self.builder.generator).float()
+        x = torch.randint(-127, 128, (CONTEXT, kv, width), generator=self.generator).float()
         x[..., -1] = 127.0
-        return x * 2.0 ** torch.randint(-9, -4, (CONTEXT, kv, 1), generator=self.builder.generator)
+        return x * 2.0 ** torch.randint(-9, -4, (CONTEXT, kv, 1), generator=self.generator)
 
     def rows(self) -> Tensor:
-        q = 2.0 * self.builder.random(CONTEXT, self.heads * self.D)
+        q = 2.0 * torch.randn(CONTEXT, self.heads * self.D, generator=self.generator)
         k, v = self.held_by_bytes(self.kv, self.D), self.held_by_bytes(self.kv, self.Dv)
         return torch.cat([q, k.flatten(1), v.flatten(1)], 1)
 
     def program(self, table: Tensor) -> tuple[Program, list[Tensor]]:
-        build, heads, kv, D, Dv = self.builder, self.heads, self.kv, self.D, self.Dv
+        build, heads, kv, D, Dv = Builder(self.seed), self.heads, self.kv, self.D, self.Dv
         width, out, k_at = table.shape[1], heads * Dv, heads * D
         x, mixed, wanted = build.root(width), build.root(out), build.root(out, True)
         build.emit("embed", 1, width, x, matrix=build.matrix(CONTEXT, width, False), floats=(1.0,))
@@ -61,29 +61,27 @@ class Attention:
         )  # fmt: skip
         return program, [table]
 
-    def both(
-        self, cache: str, pieces: tuple[int, ...], spoil: Callable[[Tensor], None] | None = None
-    ) -> list[Tensor]:
-        """[T, heads, Dv] natively and by the meaning in float64."""
-        table = self.rows()
-        if spoil:
-            spoil(table)
+    def native(self, cache: str, table: Tensor, pieces: tuple[int, ...]) -> Tensor:
+        """[T, heads, Dv]"""
         program, matrices = self.program(table)
         settings = CacheSettings(cache, tuple(CONTEXT // 32 for _ in program.windows()))
         runner = NativeRunner(
             Linked(program, [pack(m, FLOAT32) for m in matrices], settings, max(pieces), max(pieces))
         )
-        tokens = torch.arange(sum(pieces))
-        found = [
-            logits(runner, tokens, pieces).double(),
-            run(program, [matrix.double() for matrix in matrices], tokens),
-        ]
-        return [x.view(-1, self.heads, self.Dv) for x in found]
+        return logits(runner, torch.arange(sum(pieces)), pieces).double().view(-1, self.heads, self.Dv)
+
+    def meaning(self, table: Tensor, tokens: int) -> Tensor:
+        """The same in float64."""
+        program, matrices = self.program(table)
+        found = run(program, [matrix.double() for matrix in matrices], torch.arange(tokens))
+        return found.view(-1, self.heads, self.Dv)
 
 
 def check(cache: str, seed: int, window: int, softcap: float, pieces: tuple[int, ...]) -> None:
     """Raises AssertionError where attention loses more than the rounding of queries and weights does."""
-    found, expected = Attention(seed, window, softcap).both(cache, pieces)
+    case = Attention(seed, window, softcap)
+    table = case.rows()
+    found, expected = case.native(cache, table, pieces), case.meaning(table, sum(pieces))
     error = (found - expected).abs().max() / expected.abs().max()
     assert error <= ROUNDED[cache], f"relative error {error:.2e}, allowed {ROUNDED[cache]:.0e}"
 
@@ -91,7 +89,10 @@ def check(cache: str, seed: int, window: int, softcap: float, pieces: tuple[int,
 def check_spoilt(
     cache: str, seed: int, what: str, value: float, window: int, pieces: tuple[int, ...]
 ) -> None:
-    """A number that is not finite spoils the rows that see it, in its KV head alone; NaN has all bits set."""
+    """A number that is not finite spoils the rows that see it, in its KV head alone.
+
+    NaN has all its bits but the sign: whoever rounds or shifts them as numbers gets something else.
+    """
     case = Attention(seed, window, 0.0)
     group, row, kv = case.heads // case.kv, 70, case.kv - 1
     at = {
@@ -100,14 +101,13 @@ def check_spoilt(
         "value": (case.heads + case.kv) * case.D + kv * case.Dv,
     }[what]
 
-    def spoil(table: Tensor) -> None:
-        if value != value:
-            table.view(torch.int32)[row, at + 1] = 0x7FFFFFFF
-        else:
-            table[row, at + 1] = value
-
-    found, _ = case.both(cache, pieces, spoil)
-    clean, _ = Attention(seed, window, 0.0).both(cache, pieces)
+    table = case.rows()
+    clean = case.native(cache, table, pieces)
+    if value != value:
+        table.view(torch.int32)[row, at + 1] = 0x7FFFFFFF
+    else:
+        table[row, at + 1] = value
+    found = case.native(cache, table, pieces)
     T = len(found)
     expected = torch.zeros(T, case.heads, dtype=torch.bool)
     if what == "query":
@@ -129,7 +129,8 @@ def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
     cuts = ((CONTEXT,), (33, 31, 13, 1, 1), (1,) * 150)
     nan, infinity = float("nan"), float("inf")
     spoils = (("query", nan, 0), ("key", nan, 45), ("value", nan, 0))
-    # An infinite key may get no weight, and an infinite value makes a result infinite: a scale is of both.
+    # Of bytes alone, whose scale becomes NaN: an infinite key of another kind may get the weight 0, and an
+    # infinite value makes a result infinite.
     infinite = (("key", infinity, 45), ("value", -infinity, 45))
     for cache in ROUNDED:
         for seed in range(1 if smallest else 4):

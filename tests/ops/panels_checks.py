@@ -252,3 +252,4 @@ def suite(smallest: bool) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"panels {format} {M} end", lambda f=format, m=M: check_end(f, m, "silu", True)
                 yield f"panels {format} {M} not finite", lambda f=format, m=M: check_not_finite(f, m)
                 yield f"panels {format} {M} threads", lambda f=format, m=M: check_threads(f, m)
+            yield f"panels {format} same row", lambda f=format: check_same_row(f, (1, 2, 3, 5, 8))

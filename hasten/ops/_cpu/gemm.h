@@ -58,7 +58,7 @@ inline VH narrow_fast(VF v) {
 #endif
 
 // What a product is of; K counts units. With `next` the words of it that lie as those of B are brought into
-// the first-level cache.
+// the second-level cache: the first has few slots for misses.
 template <class Unit>
 struct Product {
     int64_t K;

@@ -325,8 +325,9 @@ inline VF exp2_of(VF x) {
 #endif
 }
 
-// 2^x for x <= 0, 0 from -127 on: with degree 4 to 3e-6 of it, with 5 to 2e-7 (the least largest relative
-// error among polynomials of 2^r on [-1/2, 1/2] that are 1 at 0). What NaN becomes is not said.
+// 2^x for x <= 0: with degree 4 to 3e-6 of it, with 5 to 2e-7 (the least largest relative error among
+// polynomials of 2^r on [-1/2, 1/2] that are 1 at 0). Below -126 less than it, from -127 on 0; what NaN
+// becomes is not said.
 template <int DEGREE>
 inline VF exp2_of_negative(VF x) {
     static_assert(DEGREE == 4 || DEGREE == 5);

@@ -88,11 +88,10 @@ inline VU in_register(VU v) {
     return UNITS > 1 ? (VU)apart((VF)v) : v;
 }
 
-// z += the products of a block.
-template <class Bytes, int BITS, int U, int MR>
-HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* z, const uint8_t* a,
-                                                                        const uint8_t* b, const uint32_t* x,
-                                                                        const uint32_t* scales) {
+// to(m, the products of a block of row m), as floats.
+template <class Bytes, int BITS, int U, int MR, class F>
+HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void each_product(const uint8_t* a, const uint8_t* b,
+                                                                           const uint32_t* x, const F& to) {
     VI sum[MR];
     for (int m = 0; m < MR; m++) sum[m] = VI{};
     using C = Codes<BITS, U>;
@@ -108,9 +107,7 @@ HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void add_block(VF* z, c
         for (int m = 0; m < MR; m++) sum[m] = Bytes::template add<BITS>(sum[m], q, x + u * MR + m);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++)
-        z[m] =
-            z[m] + __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF) * float_at(scales + m);
+    for (int m = 0; m < MR; m++) to(m, __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF));
 }
 
 // So far ahead lines are fetched, across the end of a panel into the next: what a tile of 8 rows reads takes
@@ -119,39 +116,46 @@ constexpr int64_t ahead(int rows) {
     return rows < 8 ? 6144 : 3072;
 }
 
-template <class Bytes, int BITS, int U, int MR, bool FETCH = true>
+// WIDE: groups of several blocks.
+template <class Bytes, int BITS, int U, int MR, bool WIDE, bool FETCH = true>
 HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x, float* out) {
     using C = Codes<BITS, U>;
     const Groups<BITS, U> groups(m);
     constexpr int64_t AHEAD = ahead(MR);
     const BytesRow row(m.K);
     const uint32_t *scales = x + row.scales() * MR, *sums = x + row.sums(m.group) * MR;
-    // Totals, and sums of the group, which know the scales of x alone. Unrolled, so that they are registers
-    // from the beginning to the end; and one loop, not groups and blocks, since short loops are left late.
+    // Totals, and sums of a wide group, which know the scales of x alone. Unrolled, so that they are
+    // registers where there are enough; and one loop, not groups and blocks, since short loops are left late.
     VF y[MR], z[MR];
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) y[i] = z[i] = VF{};
     const uint8_t *group = groups.panel(m, panel), *a = group, *b = group;
+    VF scale{}, minimum{};
     int64_t block = 0;  // of the group
     int half = 0;
     for (int64_t left = ceil_div(m.K, 4 * U); left > 0; left--) {
-        if (block == 0) {
+        if (!WIDE || block == 0) {
             a = groups.a(group, part), b = a + groups.b_at;
             if (FETCH) __builtin_prefetch(group + AHEAD);
+            scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
         }
 #pragma GCC unroll 8
         for (int64_t at = 0; FETCH && at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
         if constexpr (FETCH && C::b_step > 0) __builtin_prefetch(b + AHEAD);
-        add_block<Bytes, BITS, U, MR>(z, a, b, x, scales);
+        each_product<Bytes, BITS, U, MR>(a, b, x, [&](int i, VF products) {
+            if constexpr (WIDE)
+                z[i] = z[i] + products * float_at(scales + i);
+            else
+                y[i] = y[i] + products * float_at(scales + i) * scale;
+        });
         x += U * MR;
         scales += U == 8 ? MR : half * MR;
         half ^= 1;
         a += C::a_step, b += C::b_step;
-        if (++block < groups.blocks && left > 1) continue;
-        const VF scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
+        if (WIDE && ++block < groups.blocks && left > 1) continue;
 #pragma GCC unroll 8
         for (int i = 0; i < MR; i++) {
-            y[i] = y[i] + z[i] * scale;
+            if (WIDE) y[i] = y[i] + z[i] * scale;
             y[i] = y[i] + minimum * float_at(sums + i);
             z[i] = VF{};
         }
@@ -161,35 +165,43 @@ HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, co
     for (int i = 0; i < MR; i++) store(out + i * W, y[i]);
 }
 
-template <class Bytes, int BITS, int U>
+template <class Bytes, int BITS, int U, bool WIDE>
 FewSumsOf of_width(int64_t width, bool fetch) {
-    if (!fetch && width == TILE) return sums_of<Bytes, BITS, U, TILE, false>;
+    if (!fetch && width == TILE) return sums_of<Bytes, BITS, U, TILE, WIDE, false>;
     switch (width) {
         case 1:
-            return sums_of<Bytes, BITS, U, 1>;
+            return sums_of<Bytes, BITS, U, 1, WIDE>;
         case 2:
-            return sums_of<Bytes, BITS, U, 2>;
+            return sums_of<Bytes, BITS, U, 2, WIDE>;
         case 4:
-            return sums_of<Bytes, BITS, U, 4>;
+            return sums_of<Bytes, BITS, U, 4, WIDE>;
         default:
-            return sums_of<Bytes, BITS, U, TILE>;
+            return sums_of<Bytes, BITS, U, TILE, WIDE>;
     }
+}
+
+template <class Bytes, int BITS>
+FewSumsOf of_group(int64_t group, int64_t width, bool fetch) {
+    // Formats with a 1-bit plane have no groups of 16.
+    if constexpr (BITS % 2 == 0)
+        if (group == 16) return of_width<Bytes, BITS, 4, false>(width, fetch);
+    return group == 32 ? of_width<Bytes, BITS, 8, false>(width, fetch)
+                       : of_width<Bytes, BITS, 8, true>(width, fetch);
 }
 
 template <class Bytes>
 FewSumsOf of_format(const Matrix& m, int64_t width, bool fetch) {
-    const bool small = m.group == 16;
     switch (m.bits) {
         case 3:
-            return of_width<Bytes, 3, 8>(width, fetch);
+            return of_group<Bytes, 3>(m.group, width, fetch);
         case 4:
-            return small ? of_width<Bytes, 4, 4>(width, fetch) : of_width<Bytes, 4, 8>(width, fetch);
+            return of_group<Bytes, 4>(m.group, width, fetch);
         case 5:
-            return of_width<Bytes, 5, 8>(width, fetch);
+            return of_group<Bytes, 5>(m.group, width, fetch);
         case 6:
-            return small ? of_width<Bytes, 6, 4>(width, fetch) : of_width<Bytes, 6, 8>(width, fetch);
+            return of_group<Bytes, 6>(m.group, width, fetch);
         default:
-            return small ? of_width<Bytes, 8, 4>(width, fetch) : of_width<Bytes, 8, 8>(width, fetch);
+            return of_group<Bytes, 8>(m.group, width, fetch);
     }
 }
 
