@@ -113,7 +113,7 @@ def test_no_memory_is_no_damage(
     store = Store(tmp_path)
     store.save("key", **content)
 
-    def full(count: int) -> np.ndarray:
+    def full(count: int, **kind: bool) -> np.ndarray:
         raise MemoryError(f"{count} bytes cannot be had")
 
     monkeypatch.setattr(module, "pages", full)
