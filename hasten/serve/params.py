@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hasten.base.errors import ConfigError
-from hasten.ops.sampling.rule import COLDEST
+from hasten.ops.sampling.rule import COLDEST, Shaping
 
 if TYPE_CHECKING:
     from hasten.serve.grammar import Grammar
@@ -20,7 +20,7 @@ MOST_LOGPROBS = 256
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Shaping):
     """What a request asks for. Lists are taken as tuples; nothing can be changed afterwards.
 
     Attributes:
@@ -52,13 +52,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    _: KW_ONLY
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()

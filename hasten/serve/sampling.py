@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from hasten.base.errors import ConfigError, GrammarError, SamplingError
 from hasten.ops import sampling as ops
 from hasten.ops.sampling import Column, Lists, Rule
+from hasten.ops.sampling.rule import Shaping
 from hasten.serve.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -91,14 +93,8 @@ class Sampler:
         self._words = ops.numbers(
             Rule(
                 seed=self.seed,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                repetition_penalty=params.repetition_penalty,
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
                 top=params.logprobs,
+                **{one.name: getattr(params, one.name) for one in fields(Shaping)},
             )
         )
         self._plain = params.greedy and params.logprobs is None and not params.logit_bias

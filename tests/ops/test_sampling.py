@@ -132,7 +132,7 @@ def test_kept_tokens(V: int, spread: float, kernels: None) -> None:
     grid = product((0.3, 1.0, 2.5), (0, 1, 5, 40, 1500), (1.0, 0.999, 0.9, 0.3, 1e-4), (0.0, 0.01, 0.5, 1.0))
     checked = 0
     for number, (temperature, top_k, top_p, min_p) in enumerate(grid):
-        rule = Rule(number, 7, temperature, top_k, top_p, min_p)
+        rule = Rule(number, 7, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         checked += check_kept(logits_of(V, number, spread), rule)
     assert checked > 280
 
@@ -272,7 +272,7 @@ def test_a_row_does_not_depend_on_batch_or_threads(kernels: None) -> None:
         Rule(
             seed,
             3 * seed,
-            0.5 + seed / 8,
+            temperature=0.5 + seed / 8,
             top_k=(0, 9, 900)[seed % 3],
             top_p=(1.0, 0.8)[seed % 2],
             top=seed % 4,

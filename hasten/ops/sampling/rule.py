@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -13,8 +13,21 @@ NOT_FINITE = -1
 NONE_LEFT = -2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shaping:
+    """The numbers that change probabilities before a token is drawn; the defaults change nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
 @dataclass(frozen=True)
-class Rule:
+class Rule(Shaping):
     """How one row is sampled; the defaults change nothing.
 
     Attributes:
@@ -28,13 +41,7 @@ class Rule:
 
     seed: int = 0
     position: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    _: KW_ONLY
     history: np.ndarray | None = None
     bias: tuple[np.ndarray, np.ndarray] | None = None
     mask: np.ndarray | None = None
