@@ -28,6 +28,7 @@ from hasten.base.errors import ConfigError, InputError
 from hasten.base.facts import detect
 from hasten.base.screen import Screen, spell_bytes
 from hasten.graph.api import optimize
+from hasten.ops.panels.rotation import rotate, rotated_weights
 from hasten.serve.calibrate import Matrix
 from hasten.serve.quantise import Quantised
 from hasten.serve.weights import Weight, part_of
@@ -175,6 +176,7 @@ class _Learner:
             else start.minima.float() * start.unit
         )
         rows_NK = part_of(parameter.detach().float(), Weight(matrix.name, matrix.transposed))
+        rows_NK = rotated_weights(rows_NK) if format.rotated else rows_NK
         N, K = rows_NK.shape
         padding = -K % format.group
 
@@ -191,9 +193,12 @@ class _Learner:
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The parameter that the codes stand for, in the shape that the model has it."""
         scale, base = self._numbers()
-        weight_NGK = _Rounded.apply(self.codes, scale, base, self.start.format.highest, dtype)
-        K = self.start.codes.shape[1]
-        return _parameter(weight_NGK.flatten(1)[:, :K], self.matrix, self.shape)
+        format, K = self.start.format, self.start.codes.shape[1]
+        first = torch.float32 if format.rotated else dtype
+        weight_NGK = _Rounded.apply(self.codes, scale, base, format.highest, first)
+        weight_NK = weight_NGK.flatten(1)[:, :K]
+        weight_NK = rotate(weight_NK).to(dtype) if format.rotated else weight_NK
+        return _parameter(weight_NK, self.matrix, self.shape)
 
     def quantised(self) -> Quantised:
         """Codes, scales and minima as they are now."""

@@ -33,8 +33,8 @@ WEIGHTS = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="auto, stored, int4, int8, bfloat16, float32, or bits a weight: 4.5. int4:200 learns from the "
-        "original for 200 steps, once.",
+        help="auto, stored, int4, int8, bfloat16, float32, bits a weight: 4.5, or a format of all matrices: "
+        "int4r. int4:200 learns from the original for 200 steps, once.",
         show_default=True,
     ),
 ]

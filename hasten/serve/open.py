@@ -19,6 +19,7 @@ from hasten.base.errors import CaptureError, ConfigError, nearest
 from hasten.base.facts import detect
 from hasten.base.screen import Screen
 from hasten.ops import level
+from hasten.ops.panels import named
 from hasten.serve.engine import Engine, EngineSettings, Observer
 from hasten.serve.runner import BLOCK_TOKENS, Runner
 from hasten.serve.store import Store, Stored, store_key
@@ -76,7 +77,8 @@ def open_runner(
     Args:
         weights: "stored" keeps a GGUF file's own blocks and a folder's own dtype, "int4" and "int8" choose
             bits for each matrix within that budget, a number asks for so many bits a
-            weight over the whole, "bfloat16" and "float32" are dense; "auto" is "stored" for a GGUF file
+            weight over the whole, a format (`hasten.ops.panels.named`: "int4r") is that of all matrices,
+            "bfloat16" and "float32" are dense; "auto" is "stored" for a GGUF file
             and "bfloat16" for all else. "int4:200": what was quantised then learns from the model as it was
             for 200 steps (`hasten.serve.distil`); it takes minutes, once.
         cache: of keys and values: "bfloat16", "int8" (half the memory; a scale for each token and head) or
@@ -126,14 +128,16 @@ def check_formats(weights: str, cache: str) -> None:
         ConfigError: a name or a number that is not allowed.
     """
     format, steps = parse_weights(weights)
-    if format not in WEIGHTS and not _bits(format):
+    quantised = _is_quantised(format)
+    if format not in WEIGHTS and not quantised:
         raise ConfigError(
-            f"weights = {weights!r}: {nearest(format, WEIGHTS)}, or bits a weight, for example 4.5"
+            f"weights = {weights!r}: {nearest(format, WEIGHTS)}, bits a weight, for example 4.5, or a format "
+            "of all matrices, for example int4r or int5m"
         )
-    if steps is not None and format not in BUDGETS and not _bits(format):
+    if steps is not None and not quantised:
         raise ConfigError(
-            f"weights = {weights!r}: steps are for weights that are quantised here, {', '.join(BUDGETS)} or "
-            f"bits a weight, for example int4:{steps}"
+            f"weights = {weights!r}: steps are for weights that are quantised here, {', '.join(BUDGETS)}, "
+            f"bits a weight, or a format of all matrices, for example int4:{steps}"
         )
     if cache not in CACHES:
         raise ConfigError(f"cache = {cache!r}: {nearest(cache, CACHES)}")
@@ -175,13 +179,18 @@ def open_engine(
     return engine, served
 
 
-def _bits(weights: str) -> float | None:
-    """Bits a weight, where a positive number was asked for."""
+def _is_quantised(format: str) -> bool:
+    """Whether it is a budget, bits a weight (a positive number), or the format with codes of all matrices."""
+    if format in BUDGETS:
+        return True
     try:
-        bits = float(weights)
+        return 0 < float(format) < math.inf
     except ValueError:
-        return None
-    return bits if 0 < bits < math.inf else None
+        pass
+    try:
+        return not named(format).dense
+    except ConfigError:
+        return False
 
 
 def _locate(model: str | Path) -> tuple[Any, str]:
@@ -231,11 +240,9 @@ def _pack(
     path: Any, source: Any, program: Any, weights: str, screen: Screen
 ) -> tuple[list[Any], dict[str, Any]]:
     """Panels of every matrix, in the formats of `weights`, and what a report says of them."""
-    from hasten.ops.panels import named
-
     plan, note = None, dict[str, Any]()
     format, steps = parse_weights(weights)
-    if format in BUDGETS or _bits(format):
+    if _is_quantised(format):
         source, plan, note = _planned(path, format, steps or 0, screen)
     panels = []
     with screen.bar("packing weights", len(program.matrices)) as bar:

@@ -19,35 +19,20 @@ from hasten.base.errors import ConfigError, InputError, nearest
 from hasten.base.screen import Screen
 from hasten.ops.panels import Format, named
 from hasten.serve.calibrate import Calibration, Matrix, matrices_of
-from hasten.serve.quantise import Quantised, output_errors, search
+from hasten.serve.quantise import Quantised, output_errors, rounding_costs, rounding_errors, search
 from hasten.serve.weights import Source, Weight, part_of
 
 BUDGETS: dict[str, float | str] = {
     # One eighth of fp32, everything counted.
     "int4": 4.0,
-    "int8": "int8",
+    "int8": "int8r",
     "bfloat16": "bfloat16",
     "float32": "float32",
 }
 """Names of budgets -> bits a weight over all of the model, or the one format of all matrices."""
 
-LADDER: tuple[str, ...] = (
-    "int3g128",
-    "int3g128m",
-    "int3g64",
-    "int3g64m",
-    "int3m",
-    "int4g128m",
-    "int4g64",
-    "int4g64m",
-    "int4m",
-    "int5g64",
-    "int5m",
-    "int6g64",
-    "int8g64",
-    "bfloat16",
-)
-"""Formats that a mixed plan chooses from. At equal bits minima do better than smaller groups without."""
+LADDER: tuple[str, ...] = ("int3r", "int4r", "int5r", "int6r", "int8r", "bfloat16")
+"""Formats that a mixed plan chooses from. Minima gain nothing once a matrix is rotated."""
 
 # Rows whose error stands for a matrix's.
 _SAMPLE_ROWS = 64
@@ -210,19 +195,22 @@ def measure(source: Source, matrix: Matrix, formats: Sequence[Format]) -> list[f
     moments, outputs = calibration.moments.get(matrix.name), calibration.outputs.get(matrix.name)
     dense = part_of(source.dense(matrix.name), Weight(matrix.name, matrix.transposed))
     rows = dense[_sample(matrix, outputs)].float()
-    diagonal = moments.diagonal() if moments is not None and moments.dim() == 2 else moments
     if outputs is None:
         size = float(output_errors(rows, torch.zeros_like(rows), moments).sum())
         scale = matrix.N * matrix.K / max(size, 1e-30)
     else:
         scale = 0.5 * float(outputs.sum()) / max(1, len(rows))
+    costs = {
+        turned: rounding_costs(moments, turned) for turned in {f.rotated for f in formats if not f.dense}
+    }
     errors = []
     for format in formats:
         if format.dense:
             found = rows.bfloat16().float() if format.bits < 32 else rows
+            error = float(output_errors(rows, found, moments).sum())
         else:
-            found = search(rows, format, diagonal).dense()
-        errors.append(scale * float(output_errors(rows, found, moments).sum()))
+            error = float(rounding_errors(rows, format, costs[format.rotated]).sum())
+        errors.append(scale * error)
     return errors
 
 

@@ -10,6 +10,8 @@ step of least squares for the codes that it gave. h_k is the mean square of inpu
 Where the second moments H = E[x x^T] of the inputs are known, columns are rounded one after the other and the
 error of each is subtracted from those to come so that E |x (W - W')^T|^2 stays least (GPTQ, Frantar et al.
 2022, arXiv:2210.17323, section 3). A row keeps the plain result where that turns out better.
+
+For rotated formats all of this happens to the rotated matrix, with the moments of rotated inputs.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from hasten.base.errors import InputError, ShapeError
 from hasten.ops.panels import Format, Panels
 from hasten.ops.panels.reference import pack, pack_codes
+from hasten.ops.panels.rotation import rotate, rotated_moments, rotated_weights
 
 # Weights looked at together; temporaries of that size stay in the caches.
 _CHUNK = 1 << 18
@@ -39,7 +42,8 @@ _TOP_EXPONENT = 13
 
 @dataclass(frozen=True)
 class Quantised:
-    """Codes uint8 [N, K]; scales and minima fp16 [N, groups], in units of `unit`."""
+    """Codes uint8 [N, K]; scales and minima fp16 [N, groups], in units of `unit`; of the rotated matrix in a
+    rotated format."""
 
     codes: Tensor
     scales: Tensor
@@ -52,10 +56,11 @@ class Quantised:
         group, K = self.format.group, self.codes.shape[1]
         scales = self.scales.float().repeat_interleave(group, 1)[:, :K]
         if self.minima is None:
-            return (self.codes.float() - float(self.format.zero or 0)) * scales * self.unit
-        return (
-            self.codes.float() * scales + self.minima.float().repeat_interleave(group, 1)[:, :K]
-        ) * self.unit
+            matrix = (self.codes.float() - float(self.format.zero or 0)) * scales * self.unit
+        else:
+            minima = self.minima.float().repeat_interleave(group, 1)[:, :K]
+            matrix = (self.codes.float() * scales + minima) * self.unit
+        return rotate(matrix) if self.format.rotated else matrix
 
     def part(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> Quantised:
         """Some rows and columns. Raises ShapeError where columns do not begin or end at a group."""
@@ -90,6 +95,9 @@ def quantise(matrix_NK: Tensor, format: Format, moments: Tensor | None = None) -
 def search(matrix_NK: Tensor, format: Format, moments: Tensor | None = None) -> Quantised:
     """As `quantise`, before packing."""
     N, K = _checked(matrix_NK, moments)
+    if format.rotated:
+        seen = None if moments is None else rotated_moments(moments.float())
+        return _rotated(search(rotated_weights(matrix_NK.float()), _of_rotated(format), seen), format)
     full = moments.float() if moments is not None and moments.dim() == 2 else None
     weights_GK = _weights(moments if full is None else full.diagonal(), K, format)
     unit = _unit(matrix_NK)
@@ -111,12 +119,23 @@ def search(matrix_NK: Tensor, format: Format, moments: Tensor | None = None) -> 
 def round_to_nearest(matrix_NK: Tensor, format: Format) -> Quantised:
     """The plain way: the whole range of each group, rounded to nearest. What `search` is never worse than."""
     N, K = _checked(matrix_NK, None)
+    if format.rotated:
+        return _rotated(round_to_nearest(rotated_weights(matrix_NK.float()), _of_rotated(format)), format)
     unit, parts = _unit(matrix_NK), []
     for rows in _row_chunks(matrix_NK, _CHUNK):
         grouped = _grouped(rows.float(), format)
         scale, minimum = _whole_range(grouped, format)
         parts.append(_at_most_fp16(grouped, scale, minimum, format, unit))
     return _joined(parts, N, K, format, unit)
+
+
+def _of_rotated(format: Format) -> Format:
+    """How the rotated matrix itself is rounded."""
+    return replace(format, kind="quantised")
+
+
+def _rotated(found: Quantised, format: Format) -> Quantised:
+    return replace(found, format=format)
 
 
 def output_errors(matrix_NK: Tensor, other_NK: Tensor, moments: Tensor | None) -> Tensor:
@@ -130,6 +149,25 @@ def output_errors(matrix_NK: Tensor, other_NK: Tensor, moments: Tensor | None) -
     if moments.dim() == 1:
         return difference.square() @ moments.float()
     return ((difference @ moments.float()) * difference).sum(1).clamp_min(0.0)
+
+
+def rounding_costs(moments: Tensor | None, rotated: bool) -> Tensor | None:
+    """What the squared rounding error of a weight of each column [K] adds to a row's error in the end.
+
+    Where columns are rounded in turn and those to come make up for the error, that is 1 / u_kk^2, u the upper
+    Cholesky factor of H^-1 (the paper's section 3); else the mean square of the input. `rotated`: of the
+    rotated inputs and weights. None where `moments` is.
+    """
+    if moments is None:
+        return None
+    seen = rotated_moments(moments.float()) if rotated else moments.float()
+    return seen if seen.dim() == 1 else _inverse_factor(seen).diagonal().square().reciprocal()
+
+
+def rounding_errors(matrix_NK: Tensor, format: Format, costs: Tensor | None) -> Tensor:
+    """The error of each row [N] that is expected of `search` with the moments behind `rounding_costs`."""
+    seen = rotated_weights(matrix_NK.float()) if format.rotated else matrix_NK.float()
+    return output_errors(seen, search(seen, _of_rotated(format), costs).dense(), costs)
 
 
 def _checked(matrix_NK: Tensor, moments: Tensor | None) -> tuple[int, int]:

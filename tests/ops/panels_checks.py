@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, Panels, quantised
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, Panels, quantised, rotated
 from hasten.ops.panels.native import linear, rows
 from hasten.ops.panels.reference import pack, pack_codes, unpack
+from hasten.ops.panels.rotation import rotate
 
 FORMATS: tuple[Format, ...] = (
     FLOAT32,
@@ -25,7 +26,9 @@ FORMATS: tuple[Format, ...] = (
         for minima in (False, True)
         if not (group == 16 and bits in (3, 5))
     ),
+    *(rotated(bits, minima) for bits in (3, 4, 5, 6, 8) for minima in (False, True)),
     Format("quantised", 4, 32, zero=3),
+    Format("rotated", 5, 128, zero=20),
 )
 COMMON: tuple[Format, ...] = (
     FLOAT32,
@@ -35,6 +38,8 @@ COMMON: tuple[Format, ...] = (
     quantised(6, 16),
     quantised(5, 64),
     quantised(4, 128, True),
+    rotated(3),
+    rotated(8, True),
 )
 ROWS = (1, 2, 4, 5, 8, 9, 17, 33, 70)
 BLOCK = 32
@@ -42,11 +47,29 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Made:
-    """Panels, the matrix in float64, and for each weight the largest number that its rounding starts from."""
+    """Panels, the matrix in float64, and for each weight the largest number that its rounding starts from.
+
+    `held`: the matrix that the numbers of the panels stand for, rotated or not; `size` is of its weights.
+    """
 
     panels: Panels
-    matrix: Tensor
+    held: Tensor
     size: Tensor
+
+    @property
+    def matrix(self) -> Tensor:
+        return rotate(self.held) if self.panels.format.rotated else self.held
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What of x the held matrix is multiplied with, float64."""
+        return rotate(x.double()) if self.panels.format.rotated else x.double()
+
+    def size_of_rows(self) -> Tensor:
+        """As `size`, of rows of the matrix."""
+        if not self.panels.format.rotated:
+            return self.size
+        groups = [part.sum(1, keepdim=True).expand_as(part) for part in self.size.split(128, 1)]
+        return 8 * torch.cat(groups, 1)  # 8: no number of T is larger than sqrt(128)
 
 
 def make(format: Format, N: int, K: int, seed: int, exact: bool = False) -> Made:
@@ -71,35 +94,39 @@ def make(format: Format, N: int, K: int, seed: int, exact: bool = False) -> Made
             minima = -scales * 2**format.bits * torch.rand(N, groups, generator=g)
         unit = 0.37
     panels = pack_codes(codes, scales, minima, format, unit)
-    matrix = unpack(panels).double()
+    held = unpack(replace(panels, format=replace(format, kind="quantised"))).double()
     if minima is None:
         minima = -scales * float(format.zero or 0)
     spread = [t.half().double().abs().repeat_interleave(format.group, 1)[:, :K] for t in (scales, minima)]
-    return Made(panels, matrix, unit * (spread[0] * codes + spread[1]))
+    return Made(panels, held, unit * (spread[0] * codes + spread[1]))
 
 
-def steps(x: Tensor) -> Tensor:
-    """The scale of int8 that each value of x [M, K] gets: the largest of its block of 32 over 127."""
+def steps(x: Tensor, block: int) -> Tensor:
+    """The scale of int8 that each value of x [M, K] gets: the largest of its block over 127."""
     K = x.shape[1]
-    padded = torch.nn.functional.pad(x.double().abs(), (0, -K % BLOCK))
-    largest = padded.view(x.shape[0], -1, BLOCK).amax(2) / 127
-    return largest.repeat_interleave(BLOCK, 1)[:, :K]
+    padded = torch.nn.functional.pad(x.double().abs(), (0, -K % block))
+    largest = padded.view(x.shape[0], -1, block).amax(2) / 127
+    return largest.repeat_interleave(block, 1)[:, :K]
 
 
 def bound(x: Tensor, made: Made) -> Tensor:
     """How far a product [M, N] may be from the truth.
 
     Quantised: half a step of int8 of x for each weight, or with many rows what bf16 loses in x and in the
-    weights. bf16: what it loses in x. float32: nothing. And the rounding of fp32 sums.
+    weights. bf16: what it loses in x. float32: nothing. And the rounding of fp32 sums, in a rotation too.
     """
-    x, K = x.double(), x.shape[1]
+    format, K, plain, x = made.panels.format, x.shape[1], x.double().abs(), made.seen(x)
     fp32 = (8 + math.sqrt(K)) * 2.0**-23 * (x.abs() @ made.size.T)
-    if made.panels.format == FLOAT32:
+    if format == FLOAT32:
         return fp32
-    if made.panels.format == BFLOAT16:
-        return fp32 + 2.0**-8 * x.abs() @ made.matrix.abs().T
-    int8 = (steps(x) * (0.5 + 2.0**-10)) @ made.matrix.abs().T
-    bf16 = (2.0**-7 + 2.0**-16) * x.abs() @ made.matrix.abs().T
+    weights = made.held.abs().T
+    if format == BFLOAT16:
+        return fp32 + 2.0**-8 * x.abs() @ weights
+    if format.rotated:
+        groups = [part.sum(1, keepdim=True).expand_as(part) for part in plain.split(128, 1)]
+        fp32 = fp32 + 12 * 8 * 2.0**-24 * torch.cat(groups, 1) @ weights
+    int8 = (steps(x, 128 if format.rotated else BLOCK) * (0.5 + 2.0**-10)) @ weights
+    bf16 = (2.0**-7 + 2.0**-16) * x.abs() @ weights
     return fp32 + torch.maximum(int8, bf16)
 
 
@@ -131,6 +158,8 @@ def check_exact(format: Format, N: int, K: int, M: int) -> None:
     made = make(format, N, K, seed=N + K + M, exact=True)
     x = torch.randint(-127, 128, (M, K)).float()
     x[:, ::BLOCK] = 127.0  # the step of int8 is 1
+    if format.rotated:  # x of which these are the rotation; exact for parts of 128, 32, 8 and 2
+        x = rotate(x) / 128
     truth = x.double() @ made.matrix.T
     found = linear(x, made.panels)
     check_close(found, truth, torch.zeros_like(truth), f"{format} [{N}, {K}], {M} rows of integers")
@@ -199,7 +228,7 @@ def check_rows(format: Format) -> None:
     made = make(format, 37, 75, seed=4)
     ids = torch.tensor([[36, 0, 15], [16, 36, 31]])
     truth = made.matrix[ids]
-    allowed = 2.0**-22 * made.size[ids]
+    allowed = 2.0**-22 * made.size_of_rows()[ids]
     check_close(rows(made.panels, ids), truth, allowed, f"rows of {format}")
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hasten.base.errors import ConfigError, ShapeError
 from hasten.ops import panels
-from hasten.ops.panels import Format, Panels, named, quantised
+from hasten.ops.panels import Format, Panels, named, quantised, rotated
 from hasten.ops.panels.formats import GGUF, GROUPS, PLANES
 from hasten.ops.panels.reference import linear, pack, pack_codes, unpack
+from hasten.ops.panels.rotation import rotate, rotated_weights
 
 QUANTISED = [
     Format("quantised", bits, group, zero)
@@ -22,6 +23,7 @@ QUANTISED = [
     if not (1 in PLANES[bits] and group < 32)
     for zero in (None, 1 << bits - 1)
 ]
+ROTATED = [rotated(bits, minima) for bits in PLANES for minima in (False, True)]
 SIZES = [(1, 1), (3, 31), (16, 128), (17, 33), (35, 200), (64, 129)]
 
 
@@ -44,6 +46,17 @@ def meant(
         else minima.double().repeat_interleave(format.group, 1)[:, : codes.shape[1]]
     )
     return unit * (wide[0] * codes.double() + wide[1])
+
+
+@pytest.mark.parametrize("format", ROTATED, ids=str)
+def test_codes_of_a_rotated_matrix_come_back_as_the_matrix(format: Format) -> None:
+    for N, K in SIZES:
+        codes, scales, minima = random_codes(format, N, K)
+        packed = pack_codes(codes, scales, minima, format, unit=0.25)
+        truth = rotate(meant(format, codes, scales, minima, 0.25))
+        size = float(truth.abs().max())
+        torch.testing.assert_close(unpack(packed).double(), truth, rtol=1e-6, atol=1e-6 * size)
+        torch.testing.assert_close(rotated_weights(truth), meant(format, codes, scales, minima, 0.25))
 
 
 @pytest.mark.parametrize("format", QUANTISED, ids=str)
@@ -84,7 +97,7 @@ def plane_byte(bits: int, j: int, lane: int, i: int, codes: list[list[int]]) -> 
     return byte
 
 
-@pytest.mark.parametrize("format", [f for f in QUANTISED if f.group in (16, 32, 64)], ids=str)
+@pytest.mark.parametrize("format", [*QUANTISED, *ROTATED], ids=str)
 def test_bytes_lie_as_the_design_page_says(format: Format) -> None:
     N, K = 18, format.group + 5
     codes, scales, minima = random_codes(format, N, K)
@@ -109,12 +122,14 @@ def test_bytes_lie_as_the_design_page_says(format: Format) -> None:
                 ]
                 for r in lanes
             ]
-            for j in range(format.group * width // 32):
+            # The second group has 5 weights, which take a block of 32.
+            size = min(format.group, 32) if group else format.group
+            for j in range(size * width // 32):
                 for lane, i in itertools.product(range(16), range(4)):
                     assert stream[at + 4 * lane + i] == plane_byte(width, j, lane, i, part)
                 at += 64
             low += width
-        assert at == (group + 1) * format.group_bytes
+        assert at == (len(stream) if group else format.group_bytes)
 
 
 def test_dense_bytes_lie_as_the_design_page_says() -> None:
@@ -160,14 +175,18 @@ def test_linear_is_the_product_with_the_unpacked_matrix() -> None:
 
 
 def test_names_read_back() -> None:
-    for format in [*QUANTISED, panels.FLOAT32, panels.BFLOAT16]:
+    for format in [*QUANTISED, *ROTATED, panels.FLOAT32, panels.BFLOAT16]:
         assert named(format.name) == format
+    assert named("int4r") == named("int4g128r") == Format("rotated", 4, 128, 8)
+    assert named("int3mr") == rotated(3, minima=True)
     assert named("int8") == Format("quantised", 8, 32, 128)
     assert named("int4") == Format("quantised", 4, 32, 8)
     assert named("q6_k") == GGUF["Q6_K"] == Format("quantised", 6, 16, 32)
     assert named("int4").bytes_per_weight * 8 == 4.5
     assert named("int4m").bytes_per_weight * 8 == 5.0
     assert named("bfloat16").bytes_per_weight == 2
+    assert named("int4r").panel_bytes(576) == 16 * (576 // 2 + 5 * 2)
+    assert named("int4g64").panel_bytes(70) == 16 * (96 // 2 + 2 * 2)
     assert (panels.FLOAT32.code, panels.BFLOAT16.code, named("int4").code) == (0, 1, 2)
 
 
@@ -178,6 +197,8 @@ def test_names_read_back() -> None:
         lambda: named("int4g48"),
         lambda: named("fp16"),
         lambda: named("int3g16"),
+        lambda: named("int4g32r"),
+        lambda: Format("turned", 4, 128),
         lambda: Format("quantised", 4, 32, 16),
         lambda: Format("bfloat16", 16, 32),
         lambda: Format("float16", 16, 1),

@@ -86,6 +86,9 @@ def kl(model: Any, matrices: dict[str, Quantised]) -> float:
         ("gpt2", "int3g64m"),
         ("mixtral", "int3g64"),
         ("gpt_oss", "int4"),
+        ("llama", "int3r"),
+        ("gpt2", "int3mr"),
+        ("mixtral", "int3r"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
@@ -125,9 +128,10 @@ def test_the_gradient_is_that_of_the_weights_where_nothing_is_rounded_away() -> 
     torch.testing.assert_close(codes.grad, given * torch.tensor([0.5, 0.5, 0, 0]))
 
 
-def test_the_start_is_what_rounding_chose_and_near_the_model() -> None:
+@pytest.mark.parametrize("form", ["int3g64m", "int3mr"])
+def test_the_start_is_what_rounding_chose_and_near_the_model(form: str) -> None:
     model = tiny_model("gpt2").eval()
-    start = rounded(model, "int3g64m")
+    start = rounded(model, form)
     for m in matrices_of(model):
         learner = distil._Learner(start[m.name], m, model.get_parameter(m.name))
         same = learner.quantised()
@@ -143,9 +147,10 @@ def test_the_start_is_what_rounding_chose_and_near_the_model() -> None:
         assert float(apart.mean()) > 0.1
 
 
-def test_what_is_judged_is_what_is_stored() -> None:
+@pytest.mark.parametrize("form", ["int4m", "int4r"])
+def test_what_is_judged_is_what_is_stored(form: str) -> None:
     model = tiny_model("llama").eval()
-    start = rounded(model, "int4m")
+    start = rounded(model, form)
     for m in matrices_of(model):
         learner = distil._Learner(start[m.name], m, model.get_parameter(m.name))
         with torch.no_grad():
@@ -243,7 +248,7 @@ def test_what_learnt_is_what_is_packed(fresh_folder: Path, monkeypatch: pytest.M
 def test_weights_with_steps() -> None:
     assert parse_weights("int4:100") == ("int4", 100)
     assert parse_weights("4.5") == ("4.5", None)
-    for good in ("int4:1", "4.25:80", "int8:5"):
+    for good in ("int4:1", "4.25:80", "int8:5", "int4r", "int5g64m:3"):
         check_formats(good, "bfloat16")
     for bad, message in (
         ("int4:", "a whole number from 1 to 999999, for example int4:200"),
@@ -253,6 +258,8 @@ def test_weights_with_steps() -> None:
         ("bfloat16:10", "for example int4:10"),
         ("int4:" + "9" * 5000, "whole number from 1"),
         ("in4:10", "int4"),
+        ("int4g48", "a format of all matrices, for example int4r"),
+        ("bfloat16m", "bfloat16"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_formats(bad, "bfloat16")

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hasten.base.errors import ConfigError, InputError, ShapeError
 from hasten.models import tiny_model
-from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named
+from hasten.ops.panels import BFLOAT16, FLOAT32, Format, named, rotated
 from hasten.ops.panels.formats import GROUPS, PLANES
 from hasten.ops.panels.reference import unpack
+from hasten.ops.panels.rotation import rotate, rotated_moments, rotated_weights
 from hasten.serve.calibrate import Calibration, Matrix, calibrate, matrices_of
 from hasten.serve.plan import LADDER, allocate, plan_bits
 from hasten.serve.program import Weight
@@ -27,7 +28,7 @@ FORMATS = [
     for group in GROUPS
     if not (1 in PLANES[bits] and group < 32)
     for zero in (None, 1 << bits - 1)
-]
+] + [rotated(bits, minima) for bits in PLANES for minima in (False, True)]
 CHUNKS = [torch.arange(begin, begin + 48) * 7 % 250 for begin in (0, 60)]
 
 
@@ -40,6 +41,11 @@ def matrix(N: int, K: int, seed: int = 0) -> torch.Tensor:
     return found
 
 
+def rounded(dense: torch.Tensor, format: Format) -> torch.Tensor:
+    """The numbers that are rounded."""
+    return rotated_weights(dense) if format.rotated else dense
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_search_is_never_worse_than_rounding_to_nearest(format: Format) -> None:
     for N, K in ((1, 1), (7, 33), (40, 129)):
@@ -49,9 +55,10 @@ def test_search_is_never_worse_than_rounding_to_nearest(format: Format) -> None:
         assert bool((ours <= theirs * (1 + 1e-5) + 1e-12).all())
         torch.testing.assert_close(unpack(found.panels()), found.dense(), rtol=1e-6, atol=1e-7)
         # Rounding to nearest is off by half a step, and by what fp16 does to scales and minima.
-        half = 2**-11 * float(dense.abs().max())
+        numbers, other = rounded(dense, format), rounded(plain.dense(), format)
+        half = 2**-11 * float(numbers.abs().max())
         steps = plain.scales.float().abs().repeat_interleave(format.group, 1)[:, :K] * plain.unit
-        assert bool(((dense - plain.dense()).abs() <= steps * (0.5 + 2**-11 * 2**format.bits) + half).all())
+        assert bool(((numbers - other).abs() <= steps * (0.5 + 2**-11 * 2**format.bits) + half).all())
 
 
 def test_search_gains_on_few_bits() -> None:
@@ -64,7 +71,7 @@ def test_search_gains_on_few_bits() -> None:
         assert ours < 0.9 * theirs
 
 
-@pytest.mark.parametrize("name", ["int4", "int3g64m", "int6g16"])
+@pytest.mark.parametrize("name", ["int4", "int3g64m", "int6g16", "int4r", "int3mr"])
 def test_moments_lower_the_error_of_the_products(name: str) -> None:
     format, dense = named(name), matrix(40, 150)
     generator = torch.Generator().manual_seed(1)
@@ -82,6 +89,25 @@ def test_moments_lower_the_error_of_the_products(name: str) -> None:
     torch.testing.assert_close(errors[2], measured, rtol=1e-2, atol=1e-5)
     weighted = [output_errors(dense, found, moments.diagonal()) for found in (plain, diagonal)]
     assert weighted[1].sum() < weighted[0].sum()
+
+
+def test_moments_of_rotated_inputs_are_those_of_the_rotation() -> None:
+    x_TK = torch.randn(500, 203, dtype=torch.float64) * torch.linspace(0.1, 3, 203)
+    turned = rotate(x_TK)
+    torch.testing.assert_close(rotated_moments(x_TK.t() @ x_TK), turned.t() @ turned)
+    # Of mean squares alone: where inputs have nothing to do with one another.
+    squares = torch.linspace(0.1, 3, 203, dtype=torch.float64)
+    torch.testing.assert_close(rotated_moments(squares), rotated_moments(squares.diag()).diagonal())
+
+
+def test_an_outlier_is_spread_by_rotation() -> None:
+    dense = torch.randn(32, 256) * 0.02
+    dense[:, 17] *= 30
+    errors = [
+        float(output_errors(dense, search(dense, named(name)).dense(), None).sum())
+        for name in ("int4g128", "int4r")
+    ]
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_moments_that_cannot_be_inverted() -> None:
@@ -105,10 +131,12 @@ def test_any_size_and_scale(format: Format, N: int, K: int, scale: float) -> Non
     ours, theirs = ((other.double() - dense.double()).square().sum(1) for other in (found, plain))
     assert bool((ours <= 1.001 * theirs).all())
     if N:
-        assert float((plain - dense).abs().max()) <= float(dense.abs().max()) / (2 ** (format.bits - 1) - 1)
+        numbers, other = rounded(dense, format), rounded(plain, format)
+        limit = float(numbers.abs().max()) / (2 ** (format.bits - 1) - 1)
+        assert float((numbers - other).abs().max()) <= limit * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int4", "int3g64m"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int4", "int3g64m", "int4r"])
 def test_the_matrix_is_left_as_it_is(name: str) -> None:
     for dense in (matrix(33, 70), matrix(70, 33).t()):
         before = dense.clone()
@@ -233,8 +261,9 @@ def test_budget_is_kept_to_the_byte(llama: Any, bits: float, calibrated: bool) -
 
 def test_plan_of_one_format_and_refusals(llama: Any) -> None:
     source = ModelSource(llama)
-    for name in ("int8", "bfloat16", "float32", "int5g64"):
+    for name in ("int8g32", "bfloat16", "float32", "int5g64", "int4r"):
         assert {row.format for row in plan_bits(source, name).rows} == {named(name)}
+    assert {row.format for row in plan_bits(source, "int8").rows} == {named("int8r")}
     assert plan_bits(source, "int4").bits_per_weight <= 4.0
     with pytest.raises(ConfigError, match="at least 3"):
         plan_bits(source, 2.0)

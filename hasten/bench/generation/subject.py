@@ -13,8 +13,8 @@ from hasten.bench.workload import BERT_LARGE, RANDOM, TINY, model_size, open_wor
 from hasten.train.config import DataSection
 from hasten.train.data import load_tokens
 
-BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.5, "int4": 4.0}
-"""Bits of a weight: 8 bits with an fp16 scale for 32 of them, and the budget of 4 bits all in."""
+BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.0}
+"""Bits of a weight: 8 bits with an fp16 scale for 128 of them, and the budget of 4 bits all in."""
 
 
 class Layer(NamedTuple):

@@ -4,7 +4,7 @@ The layout is described in docs/design/003-serving.md, formats as data in `forma
 torch in `reference.py`. What is named here needs no torch.
 """
 
-from hasten.ops.panels.formats import BFLOAT16, FLOAT32, GGUF, LANES, Format, named, quantised
+from hasten.ops.panels.formats import BFLOAT16, FLOAT32, GGUF, LANES, Format, named, quantised, rotated
 from hasten.ops.panels.matrix import Panels, describe, restore
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "named",
     "quantised",
     "restore",
+    "rotated",
 ]

@@ -59,9 +59,8 @@ Tensor linear(const Tensor& x_, const Tensor& data, at::IntArrayRef format, doub
     if (bias) bias_ = floats(*bias, {N}, "bias"), p.matrix.bias = bias_.const_data_ptr<float>();
     if (up) {
         factor = matrix_of(*up, up_format, up_unit, N, K);
-        TORCH_CHECK((factor.format == Panel::quantised) == (p.matrix.format == Panel::quantised) &&
-                        (factor.format == p.matrix.format || factor.format == Panel::quantised),
-                    "panel_linear: formats ", format, " and ", up_format, " read x in different forms");
+        TORCH_CHECK(factor.format == p.matrix.format, "panel_linear: formats ", format, " and ", up_format,
+                    " read x in different forms");
         if (up_bias)
             up_bias_ = floats(*up_bias, {N}, "up_bias"), factor.bias = up_bias_.const_data_ptr<float>();
         p.up = &factor;

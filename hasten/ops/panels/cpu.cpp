@@ -50,15 +50,20 @@ int64_t prepared_bytes(const PanelProduct& p) {
 void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
     if (rows == 0) return;
     const PanelForm form = form_of(p);
-    const bool pairs = form == PanelForm::pairs || form == PanelForm::pairs_rows;
+    const bool pairs = form == PanelForm::pairs || is_pairs_rows(form), rotated = is_rotated(form);
     const int64_t K = p.matrix.K, words = words_of(form, K), end = first + rows;
     if (!is_few(form)) {
+        alignas(64) float turned[2 * UNITS];
         for (int64_t index = 0; index * UNITS < words; index++) {
             const RowsBlock block(p, index, words);
-            const int64_t k = block.first * (pairs ? 2 : 1);
-            for (int64_t r = first; r < end; r++)
-                write_units(pairs, p.x + r * p.x_row + k, K - k, block.words, block.data + r * block.words,
-                            1);
+            const int64_t per_unit = pairs ? 2 : 1, k = block.first * per_unit,
+                          values = std::min(K - k, UNITS * per_unit);
+            static_assert(UNITS % ROTATED == 0);
+            for (int64_t r = first; r < end; r++) {
+                const float* x = p.x + r * p.x_row + k;
+                if (rotated) rotate(x, values, turned), x = turned;
+                write_units(pairs, x, values, block.words, block.data + r * block.words, 1);
+            }
             if (end == p.M)
                 std::memset(block.data + end * block.words, 0,
                             size_t((round_up(end, ROWS_STEP) - end) * block.words) * 4);
@@ -70,13 +75,13 @@ void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
         const Tile tile(p.M, r / TILE);
         const float* x = p.x + r * p.x_row;
         uint32_t* row = to + tile.first * words + (r - tile.first);
-        if (form != PanelForm::bytes) {
+        if (!is_bytes(form)) {
             write_units(pairs, x, K, words, row, tile.width);
         } else if (r % TILE == 0 && r + TILE <= end) {
-            quantise_tile(x, p.x_row, K, row);
+            quantise_tile(x, p.x_row, K, row, rotated);
             r += TILE - 1;
         } else {
-            quantise_row(x, K, row, tile.width);
+            quantise_row(x, K, row, tile.width, rotated);
         }
     }
     if (end == p.M) {  // rows that only fill the last tile
@@ -87,7 +92,7 @@ void prepare(const PanelProduct& p, int64_t first, int64_t rows) {
 }
 
 void few_rows(const PanelProduct& p, PanelForm form, int64_t first, int64_t panels) {
-    const bool bytes = form == PanelForm::bytes;
+    const bool bytes = is_bytes(form);
     const int64_t words = words_of(form, p.matrix.K), tiles = tiles_of(p.M);
     auto choose = [&](const Matrix& m, int64_t width, bool fetch) {
         return bytes ? bytes_sums(m, width, p.vnni, fetch) : dense_sums(m, width, p.bf16);
@@ -159,21 +164,24 @@ void panel_row(const Matrix& m, int64_t row, float* out) {
         return;
     }
     const int first_bits = m.bits == 3 ? 2 : m.bits == 8 ? 8 : 4, second_bits = m.bits - first_bits;
-    for (int64_t k0 = 0; k0 < m.K; k0 += m.group, panel += group_bytes(m)) {
+    for (int64_t k0 = 0; k0 < m.K; k0 += m.group, panel += group_bytes(m, m.group)) {
+        const int64_t size = group_size(m, k0);
         f16 numbers[2];
         std::memcpy(numbers, panel + 2 * lane, 2);
         std::memcpy(numbers + 1, panel + (m.zero < 0 ? 32 : 0) + 2 * lane, 2);
         const float scale = widen_scalar(numbers[0]);
         const float minimum = m.zero < 0 ? widen_scalar(numbers[1]) : scale * -float(m.zero);
-        const uint8_t *a = panel + (m.zero < 0 ? 64 : 32), *b = a + 2 * int64_t(m.group) * first_bits;
+        const uint8_t *a = panel + (m.zero < 0 ? 64 : 32), *b = a + 2 * size * first_bits;
         uint8_t codes[128];
-        for (int64_t quad = 0; quad < m.group / 4; quad++) {
+        for (int64_t quad = 0; quad < size / 4; quad++) {
             uint32_t four = codes_at(a, first_bits, lane, quad);
             if (second_bits) four |= codes_at(b, second_bits, lane, quad) << first_bits;
             std::memcpy(codes + 4 * quad, &four, 4);
         }
         for (int64_t k = 0; k < std::min<int64_t>(m.group, m.K - k0); k++)
             out[k0 + k] = m.unit * (scale * float(codes[k]) + minimum);
+        if (m.format == Panel::rotated)
+            rotate_block(out + k0, std::min<int64_t>(m.group, m.K - k0), out + k0);
     }
 }
 

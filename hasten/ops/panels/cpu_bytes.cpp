@@ -1,6 +1,7 @@
 // Few rows times quantised panels, in integers: codes times int8 values, summed in int32 over a block of 32
 // (16 where the group has 16), then times the scale of x and added in fp32 over the group, whose scale and
-// minimum follow once. Memory is the limit: a tile of rows reads a panel once.
+// minimum follow once. Rotated rows have one scale for a group, which is summed in int32 whole. Memory is the
+// limit: a tile of rows reads a panel once.
 #include "layout.h"
 
 #if defined(__SSE2__) && !defined(__AVX2__)
@@ -10,10 +11,12 @@
 namespace hasten {
 namespace {
 
-// How four codes of a lane are multiplied with four int8 values and added to the lane's sum. `add` may keep
-// sums of another kind, which `finish` turns into int32 after at most 32 values.
+// How four codes of a lane are multiplied with four int8 values and added to the lane's sum. Unless `whole`
+// holds, `add` keeps sums of another kind, which `finish` turns into int32 after at most 32 values.
 #if defined(__AVX512F__)
 struct BytesVNNI {
+    template <int BITS>
+    static constexpr bool whole = true;
     template <int BITS>
     HASTEN_VNNI_TARGET static inline VI add(VI sum, VU q, const uint32_t* x) {
         return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)q, _mm512_set1_epi32(int(*x)));
@@ -34,6 +37,8 @@ using Register = __m256i;
 #define HASTEN_I(name) _mm256_##name
 #endif
 struct BytesPlain {
+    template <int BITS>
+    static constexpr bool whole = BITS > 4;
     template <int BITS>
     static inline VI add(VI sum, VU q, const uint32_t* x) {
         const Register ones = HASTEN_I(set1_epi16)(1), xs = HASTEN_I(set1_epi32)(int(*x));
@@ -57,6 +62,8 @@ struct BytesPlain {
 #elif defined(__SSE2__)
 struct BytesPlain {
     template <int BITS>
+    static constexpr bool whole = true;
+    template <int BITS>
     static inline VI add(VI sum, VU q, const uint32_t* x) {
         const __m128i xs = _mm_set1_epi32(int(*x));
         const __m128i low = (__m128i)(q & 0x00ff00ffu), high = _mm_srli_epi16((__m128i)q, 8);
@@ -70,6 +77,8 @@ struct BytesPlain {
 };
 #else
 struct BytesPlain {
+    template <int BITS>
+    static constexpr bool whole = true;
     template <int BITS>
     static inline VI add(VI sum, VU q, const uint32_t* x) {
         for (int i = 0; i < 4; i++) sum += (VI)((q >> (8 * i)) & 255u) * int32_t(int8_t(*x >> (8 * i)));
@@ -88,12 +97,14 @@ inline VU in_register(VU v) {
     return UNITS > 1 ? (VU)apart((VF)v) : v;
 }
 
-// to(m, the products of a block of row m), as floats.
-template <class Bytes, int BITS, int U, int MR, class F>
+// to(m, from(m) and the products of a block of row m); from(m) is 0, or a sum so far of whole int32.
+template <class Bytes, int BITS, int U, int MR, class From, class To>
 HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void each_product(const uint8_t* a, const uint8_t* b,
-                                                                           const uint32_t* x, const F& to) {
+                                                                           const uint32_t* x,
+                                                                           const From& from, const To& to) {
     VI sum[MR];
-    for (int m = 0; m < MR; m++) sum[m] = VI{};
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) sum[m] = from(m);
     using C = Codes<BITS, U>;
     VU first{}, second{};
 #pragma GCC unroll 8
@@ -107,13 +118,19 @@ HASTEN_VNNI_TARGET inline __attribute__((always_inline)) void each_product(const
         for (int m = 0; m < MR; m++) sum[m] = Bytes::template add<BITS>(sum[m], q, x + u * MR + m);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) to(m, __builtin_convertvector(Bytes::template finish<BITS>(sum[m]), VF));
+    for (int m = 0; m < MR; m++) to(m, Bytes::template finish<BITS>(sum[m]));
 }
+
+#define HASTEN_INLINE HASTEN_VNNI_TARGET __attribute__((always_inline))
 
 // So far ahead lines are fetched, across the end of a panel into the next: what a tile of 8 rows reads takes
 // three times as long as what one row does.
 constexpr int64_t ahead(int rows) {
     return rows < 8 ? 6144 : 3072;
+}
+
+inline VF as_floats(VI v) {
+    return __builtin_convertvector(v, VF);
 }
 
 // WIDE: groups of several blocks.
@@ -135,19 +152,20 @@ HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, co
     int half = 0;
     for (int64_t left = ceil_div(m.K, 4 * U); left > 0; left--) {
         if (!WIDE || block == 0) {
-            a = groups.a(group, part), b = a + groups.b_at;
+            a = groups.a(group, part), b = groups.b(a, left);
             if (FETCH) __builtin_prefetch(group + AHEAD);
             scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
         }
 #pragma GCC unroll 8
         for (int64_t at = 0; FETCH && at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
         if constexpr (FETCH && C::b_step > 0) __builtin_prefetch(b + AHEAD);
-        each_product<Bytes, BITS, U, MR>(a, b, x, [&](int i, VF products) {
+        const auto add = [&](int i, VI products) {
             if constexpr (WIDE)
-                z[i] = z[i] + products * float_at(scales + i);
+                z[i] = z[i] + as_floats(products) * float_at(scales + i);
             else
-                y[i] = y[i] + products * float_at(scales + i) * scale;
-        });
+                y[i] = y[i] + as_floats(products) * float_at(scales + i) * scale;
+        };
+        each_product<Bytes, BITS, U, MR>(a, b, x, [](int) { return VI{}; }, add);
         x += U * MR;
         scales += U == 8 ? MR : half * MR;
         half ^= 1;
@@ -165,43 +183,118 @@ HASTEN_VNNI_TARGET void sums_of(const Matrix& m, int64_t panel, int64_t part, co
     for (int i = 0; i < MR; i++) store(out + i * W, y[i]);
 }
 
-template <class Bytes, int BITS, int U, bool WIDE>
-FewSumsOf of_width(int64_t width, bool fetch) {
-    if (!fetch && width == TILE) return sums_of<Bytes, BITS, U, TILE, WIDE, false>;
+// Rows that are rotated: a group is 4 blocks, the last one maybe fewer, and x has one scale for it. MINIMA:
+// the format has them; else the zero is taken off in integers.
+template <class Bytes, int BITS, int MR, bool MINIMA, bool FETCH = true>
+HASTEN_VNNI_TARGET void rotated_sums(const Matrix& m, int64_t panel, int64_t part, const uint32_t* x,
+                                     float* out) {
+    constexpr int U = 8;
+    using C = Codes<BITS, U>;
+    // One or two rows would wait for their own sums.
+    constexpr bool whole = MR > 2 && Bytes::template whole<BITS>;
+    static_assert(ROTATED == 4 * BLOCK);
+    constexpr int64_t AHEAD = ahead(MR);
+    const Groups<BITS, U> groups(m);
+    const RotatedRow row(m.K);
+    const uint32_t *scales = x + row.scales() * MR, *sums = x + (MINIMA ? row.sums() : row.counts()) * MR;
+    const uint8_t* group = groups.panel(m, panel);
+    VF y[MR];
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) y[i] = VF{};
+    VI total[MR];
+    const uint8_t *a = group, *b = group;
+    const auto begin = [&](int64_t blocks) HASTEN_INLINE {
+        a = groups.a(group, part), b = groups.b(a, blocks);
+        if (FETCH) __builtin_prefetch(group + AHEAD);
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) total[i] = MINIMA ? VI{} : splat_int(-m.zero * int32_t(sums[i]));
+    };
+    const auto add_block = [&]() HASTEN_INLINE {
+#pragma GCC unroll 8
+        for (int64_t at = 0; FETCH && at < C::a_step; at += 64) __builtin_prefetch(a + AHEAD + at);
+        if constexpr (FETCH && C::b_step > 0) __builtin_prefetch(b + AHEAD);
+        each_product<Bytes, BITS, U, MR>(
+            a, b, x, [&](int i) { return whole ? total[i] : VI{}; },
+            [&](int i, VI products) { total[i] = whole ? products : total[i] + products; });
+        x += U * MR;
+        a += C::a_step, b += C::b_step;
+    };
+    const auto end = [&]() HASTEN_INLINE {
+        const VF scale = groups.scale(group, part);
+        const VF minimum = MINIMA ? groups.minimum(group, part, scale) : VF{};
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            y[i] = y[i] + as_floats(total[i]) * float_at(scales + i) * scale;
+            if (MINIMA) y[i] = y[i] + minimum * float_at(sums + i);
+        }
+        group += groups.bytes, scales += MR, sums += MR;
+    };
+    for (int64_t left = row.blocks / 4; left > 0; left--) {
+        begin(4);
+        add_block(), add_block(), add_block(), add_block();
+        end();
+    }
+    if (row.blocks % 4) {
+        begin(row.blocks % 4);
+        for (int64_t left = row.blocks % 4; left > 0; left--) add_block();
+        end();
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) store(out + i * W, y[i]);
+}
+
+// of(width, whether lines are fetched), both as constants.
+template <class F>
+FewSumsOf of_width(int64_t width, bool fetch, const F& of) {
+    if (!fetch && width == TILE) return of(std::integral_constant<int, TILE>{}, std::false_type{});
     switch (width) {
         case 1:
-            return sums_of<Bytes, BITS, U, 1, WIDE>;
+            return of(std::integral_constant<int, 1>{}, std::true_type{});
         case 2:
-            return sums_of<Bytes, BITS, U, 2, WIDE>;
+            return of(std::integral_constant<int, 2>{}, std::true_type{});
         case 4:
-            return sums_of<Bytes, BITS, U, 4, WIDE>;
+            return of(std::integral_constant<int, 4>{}, std::true_type{});
         default:
-            return sums_of<Bytes, BITS, U, TILE, WIDE>;
+            return of(std::integral_constant<int, TILE>{}, std::true_type{});
     }
 }
 
 template <class Bytes, int BITS>
-FewSumsOf of_group(int64_t group, int64_t width, bool fetch) {
+FewSumsOf of_matrix(const Matrix& m, int64_t width, bool fetch) {
+    const auto groups_of = [&](auto units, auto wide) {
+        return of_width(width, fetch, [](auto rows, auto fetched) -> FewSumsOf {
+            return sums_of<Bytes, BITS, decltype(units)::value, decltype(rows)::value, decltype(wide)::value,
+                           decltype(fetched)::value>;
+        });
+    };
+    const auto rotated_of = [&](auto minima) {
+        return of_width(width, fetch, [](auto rows, auto fetched) -> FewSumsOf {
+            return rotated_sums<Bytes, BITS, decltype(rows)::value, decltype(minima)::value,
+                                decltype(fetched)::value>;
+        });
+    };
+    if (m.format == Panel::rotated)
+        return m.zero < 0 ? rotated_of(std::true_type{}) : rotated_of(std::false_type{});
     // Formats with a 1-bit plane have no groups of 16.
     if constexpr (BITS % 2 == 0)
-        if (group == 16) return of_width<Bytes, BITS, 4, false>(width, fetch);
-    return group == 32 ? of_width<Bytes, BITS, 8, false>(width, fetch)
-                       : of_width<Bytes, BITS, 8, true>(width, fetch);
+        if (m.group == 16) return groups_of(std::integral_constant<int, 4>{}, std::false_type{});
+    constexpr std::integral_constant<int, 8> units;
+    return m.group == 32 ? groups_of(units, std::false_type{}) : groups_of(units, std::true_type{});
 }
 
 template <class Bytes>
 FewSumsOf of_format(const Matrix& m, int64_t width, bool fetch) {
     switch (m.bits) {
         case 3:
-            return of_group<Bytes, 3>(m.group, width, fetch);
+            return of_matrix<Bytes, 3>(m, width, fetch);
         case 4:
-            return of_group<Bytes, 4>(m.group, width, fetch);
+            return of_matrix<Bytes, 4>(m, width, fetch);
         case 5:
-            return of_group<Bytes, 5>(m.group, width, fetch);
+            return of_matrix<Bytes, 5>(m, width, fetch);
         case 6:
-            return of_group<Bytes, 6>(m.group, width, fetch);
+            return of_matrix<Bytes, 6>(m, width, fetch);
         default:
-            return of_group<Bytes, 8>(m.group, width, fetch);
+            return of_matrix<Bytes, 8>(m, width, fetch);
     }
 }
 

@@ -59,7 +59,7 @@ HASTEN_PAIRS_TARGET void unpack_codes(const Matrix& m, int64_t panel, int64_t pa
     const uint8_t* group = groups.panel(m, panel) + k0 / m.group * groups.bytes;
     for (int64_t left = ceil_div(count, 4 * U); left > 0; left -= groups.blocks, group += groups.bytes) {
         const VF scale = groups.scale(group, part), minimum = groups.minimum(group, part, scale);
-        const uint8_t *a = groups.a(group, part), *b = a + groups.b_at;
+        const uint8_t *a = groups.a(group, part), *b = groups.b(a, left);
         for (int64_t i = std::min(left, groups.blocks); i > 0; i--, a += C::a_step, b += C::b_step)
 #pragma GCC unroll 8
             for (int u = 0; u < U; u++, to += 4 / Unit::per_unit * ldb)
@@ -154,7 +154,7 @@ int64_t many_rows_scratch(const PanelProduct& p) {
 
 void many_rows(const PanelProduct& p, int64_t first_panel, int64_t panels, void* scratch) {
 #if defined(__AVX512F__)
-    if (form_of(p) == PanelForm::pairs_rows) return many<PairBF16>(p, first_panel, panels, scratch);
+    if (is_pairs_rows(form_of(p))) return many<PairBF16>(p, first_panel, panels, scratch);
 #endif
     many<Float>(p, first_panel, panels, scratch);
 }

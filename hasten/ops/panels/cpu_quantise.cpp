@@ -1,14 +1,14 @@
-// Rows of x as int8 with one scale for each 32 values, and the sums that minima are multiplied by: a row, or
-// a whole tile at once, to the bit alike.
+// Rows of x as int8 with one scale for each 32 values, or rotated with one for each 128, and the sums that
+// minima are multiplied by: a row, or a whole tile at once, to the bit alike.
 #include "layout.h"
 
 namespace hasten {
 namespace {
 
-// The largest of |x| over a block of floats, as bits: NaN is above infinity, which is above the rest.
-inline uint32_t largest_bits(const float* x) {
+// The largest of |x| over n floats, whole blocks, as bits: NaN is above infinity, which is above the rest.
+inline uint32_t largest_bits(const float* x, int64_t n) {
     VI top{};
-    for (int64_t i = 0; i < BLOCK; i += W) {
+    for (int64_t i = 0; i < n; i += W) {
         const VI bits = (VI)((VU)load(x + i) & 0x7fffffffu);
         top = bits > top ? bits : top;
     }
@@ -67,29 +67,50 @@ void wider_sums(int64_t K, uint32_t* to, int64_t width, int64_t rows) {
     }
 }
 
-// A block of 32 floats as int8 with one scale. The scale of a block that holds a number that is not finite is
-// NaN, and all sums that read it are.
-inline void write_block(const float* x, const Place& to) {
-    const uint32_t bits = largest_bits(x);
-    const float largest = float_at(&bits);
-    const bool finite = bits < 0x7f800000u;
-    // Below, 127 / largest would be infinite.
-    const float inverse = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
-    const float scale = finite ? inverse > 0 ? largest / 127.0f : 0.0f : __builtin_nanf("");
+inline void put_float(float number, uint32_t* at) {
+    std::memcpy(at, &number, 4);
+}
+
+// Of numbers with one scale. It is NaN where one is not finite, and all sums that read it are.
+struct Scale {
+    bool finite;
+    float inverse, scale;
+    Scale(const float* x, int64_t n) {
+        const uint32_t bits = largest_bits(x, n);
+        const float largest = float_at(&bits);
+        finite = bits < 0x7f800000u;
+        // Below, 127 / largest would be infinite.
+        inverse = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
+        scale = finite ? inverse > 0 ? largest / 127.0f : 0.0f : __builtin_nanf("");
+    }
+};
+
+struct Sums {
+    int32_t low = 0, high = 0;  // of the first and the second half
+};
+
+// A block of 32 floats as int8, words `width` apart.
+inline Sums write_bytes(const float* x, const Scale& of, uint32_t* to, int64_t width) {
     int8_t bytes[BLOCK] = {};
-    int32_t low = 0, high = 0;
-    if (finite) {
+    Sums sums;
+    if (of.finite) {
         for (int64_t i = 0; i < BLOCK; i += W) {
-            const VI rounded = rounded_to_int(load(x + i) * inverse);
-            (i < BLOCK / 2 ? low : high) += narrow_bytes(rounded, bytes + i);
+            const VI rounded = rounded_to_int(load(x + i) * of.inverse);
+            (i < BLOCK / 2 ? sums.low : sums.high) += narrow_bytes(rounded, bytes + i);
         }
     }
-    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to.bytes + u * to.width, bytes + 4 * u, 4);
-    const auto put = [](float number, uint32_t* at) { std::memcpy(at, &number, 4); };
-    put(scale, to.scale);
-    put(scale * float(low), to.halves);
-    put(scale * float(high), to.halves + to.width);
-    put(scale * float(low + high), to.whole);
+    for (int64_t u = 0; u < BLOCK / 4; u++) std::memcpy(to + u * width, bytes + 4 * u, 4);
+    return sums;
+}
+
+// A block of 32 floats with a scale of its own.
+inline void write_block(const float* x, const Place& to) {
+    const Scale of(x, BLOCK);
+    const auto [low, high] = write_bytes(x, of, to.bytes, to.width);
+    put_float(of.scale, to.scale);
+    put_float(of.scale * float(low), to.halves);
+    put_float(of.scale * float(high), to.halves + to.width);
+    put_float(of.scale * float(low + high), to.whole);
 }
 
 // K values from a block's beginning on, the last block filled with zeros.
@@ -107,7 +128,49 @@ inline void write_blocks(const float* x, int64_t K, Place to) {
 
 }  // namespace
 
-void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width) {
+namespace {
+
+// Where a group of a rotated row goes, or of a tile from its first row on; words of a row lie `width` apart.
+struct RotatedPlace {
+    int64_t width;
+    uint32_t *bytes, *scale, *count, *sum;
+    RotatedPlace(int64_t K, uint32_t* to, int64_t width) : width(width), bytes(to) {
+        const RotatedRow row(K);
+        scale = to + row.scales() * width;
+        count = to + row.counts() * width;
+        sum = to + row.sums() * width;
+    }
+    void next() { bytes += ROTATED / 4 * width, scale += width, count += width, sum += width; }
+};
+
+// The rotation of a group of n values, zeros up to the end of a block.
+inline void rotated_group(const float* x, int64_t n, float* out) {
+    for (int64_t k = n; k % BLOCK; k++) out[k] = 0;
+    rotate_block(x, n, out);
+}
+
+void quantise_rotated(const float* x, int64_t K, uint32_t* to, int64_t width) {
+    alignas(64) float turned[ROTATED];
+    RotatedPlace place(K, to, width);
+    for (int64_t k = 0; k < K; k += ROTATED, place.next()) {
+        const int64_t n = std::min(ROTATED, K - k);
+        rotated_group(x + k, n, turned);
+        const Scale of(turned, round_up(n, BLOCK));
+        int32_t total = 0;
+        for (int64_t i = 0; i < n; i += BLOCK) {
+            const auto [low, high] = write_bytes(turned + i, of, place.bytes + i / 4 * width, width);
+            total += low + high;
+        }
+        put_float(of.scale, place.scale);
+        std::memcpy(place.count, &total, 4);
+        put_float(of.scale * float(total), place.sum);
+    }
+}
+
+}  // namespace
+
+void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width, bool rotated) {
+    if (rotated) return quantise_rotated(x, K, to, width);
     write_blocks(x, K, Place(K, to, width));
     wider_sums(K, to, width, 1);
 }
@@ -145,13 +208,14 @@ inline __m256i sums_of_bytes(__m512i first, __m512i second) {
     return _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
 }
 
-// The largest of |x| of each of 8 rows over a block, as bits.
-inline __m256i largest_of_tile(const float* x, int64_t x_row) {
+// The largest of |x| of each of 8 rows over n values, whole blocks, as bits.
+inline __m256i largest_of_tile(const float* x, int64_t x_row, int64_t n = BLOCK) {
     __m512i top[8];
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++) {
-        const VU first = (VU)load(x + r * x_row), second = (VU)load(x + r * x_row + W);
-        top[r] = larger((__m512i)(first & 0x7fffffffu), (__m512i)(second & 0x7fffffffu));
+        top[r] = __m512i{};
+        for (int64_t k = 0; k < n; k += W)
+            top[r] = larger(top[r], (__m512i)((VU)load(x + r * x_row + k) & 0x7fffffffu));
     }
     return _mm512_castsi512_si256(largest_of_each(top));
 }
@@ -168,9 +232,12 @@ inline void scales_of(int64_t n, float* scales, float* inverses) {
     });
 }
 
-// A block of 8 rows whose numbers are all finite.
-inline void write_tile(const float* x, int64_t x_row, const Place& to, const float* factors) {
-    const __m256 scale = _mm256_loadu_ps((const float*)to.scale);
+struct TileSums {
+    __m256i low, high;  // of the first and the second half of each row
+};
+
+// A block of 8 rows, whose numbers are all finite, as int8.
+inline TileSums write_bytes(const float* x, int64_t x_row, uint32_t* to, const float* factors) {
     __m512i halves[8], bytes[4];
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++) {
@@ -190,12 +257,17 @@ inline void write_tile(const float* x, int64_t x_row, const Place& to, const flo
     const auto join = [&](int at, __m512i a, __m512i b) {
         for (int i = 0; i < 2; i++) {
             words[at + i] = _mm512_permutex2var_epi64(a, _mm512_load_si512(order[i]), b);
-            _mm512_storeu_si512(to.bytes + (at + i) * 16, words[at + i]);
+            _mm512_storeu_si512(to + (at + i) * 16, words[at + i]);
         }
     };
     join(0, four(0, std::false_type{}), four(2, std::false_type{}));
     join(2, four(0, std::true_type{}), four(2, std::true_type{}));
-    const __m256i low = sums_of_bytes(words[0], words[1]), high = sums_of_bytes(words[2], words[3]);
+    return {sums_of_bytes(words[0], words[1]), sums_of_bytes(words[2], words[3])};
+}
+
+inline void write_tile(const float* x, int64_t x_row, const Place& to, const float* factors) {
+    const __m256 scale = _mm256_loadu_ps((const float*)to.scale);
+    const auto [low, high] = write_bytes(x, x_row, to.bytes, factors);
     const auto sums_to = [&](uint32_t* at, __m256i sums, int64_t first) {
         _mm256_storeu_ps((float*)at + first, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(sums)));
     };
@@ -204,9 +276,42 @@ inline void write_tile(const float* x, int64_t x_row, const Place& to, const flo
     sums_to(to.whole, _mm256_add_epi32(low, high), 0);
 }
 
+// Four groups at a time: it is a long way from numbers to their scale.
+void quantise_rotated_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
+    constexpr int64_t TOGETHER = 4 * ROTATED;
+    alignas(64) float turned[TILE * TOGETHER], inverses[TILE * TOGETHER / ROTATED];
+    RotatedPlace place(K, to, TILE);
+    for (int64_t k = 0; k < K; k += TOGETHER) {
+        const int64_t values = std::min(TOGETHER, K - k), groups = ceil_div(values, ROTATED);
+        float* scales = (float*)place.scale;
+        for (int64_t i = 0; i < groups; i++) {
+            const int64_t n = std::min(ROTATED, values - i * ROTATED);
+            float* group = turned + i * ROTATED;
+            for (int64_t r = 0; r < TILE; r++)
+                rotated_group(x + r * x_row + k + i * ROTATED, n, group + r * TOGETHER);
+            const __m256i largest = largest_of_tile(group, TOGETHER, round_up(n, BLOCK));
+            _mm256_storeu_si256((__m256i*)(scales + i * TILE), largest);
+        }
+        scales_of(TILE * groups, scales, inverses);
+        for (int64_t i = 0; i < groups; i++, place.next()) {
+            __m256i total{};
+            // Where a scale is NaN, so are all sums: what the bytes of that row are does not matter.
+            for (int64_t at = i * ROTATED; at < std::min(values, (i + 1) * ROTATED); at += BLOCK) {
+                const auto [low, high] = write_bytes(
+                    turned + at, TOGETHER, place.bytes + at % ROTATED / 4 * TILE, inverses + i * TILE);
+                total = _mm256_add_epi32(total, _mm256_add_epi32(low, high));
+            }
+            _mm256_storeu_si256((__m256i*)place.count, total);
+            const __m256 scale = _mm256_loadu_ps((const float*)place.scale);
+            _mm256_storeu_ps((float*)place.sum, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(total)));
+        }
+    }
+}
+
 }  // namespace
 
-void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to, bool rotated) {
+    if (rotated) return quantise_rotated_tile(x, x_row, K, to);
     static_assert(TILE == 8);
     // Scales of all blocks first: it is a long way from numbers to their scale, and what follows would wait.
     const Place begin(K, to, TILE);
@@ -229,8 +334,8 @@ void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
     wider_sums(K, to, TILE, TILE);
 }
 #else
-void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to) {
-    for (int64_t r = 0; r < TILE; r++) quantise_row(x + r * x_row, K, to + r, TILE);
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to, bool rotated) {
+    for (int64_t r = 0; r < TILE; r++) quantise_row(x + r * x_row, K, to + r, TILE, rotated);
 }
 #endif
 

@@ -8,6 +8,7 @@
 #include "../_cpu/rows.h"
 #include "../activation/kinds.h"
 #include "cpu.h"
+#include "rotation.h"
 
 #if defined(__AVX512F__)
 // Compiled for AVX512-VNNI whatever the level's flags are; called only where the processor has it.
@@ -59,6 +60,17 @@ struct BytesRow {
     int64_t words() const { return sums(128) + groups(128); }
 };
 
+// Of a rotated row: int8 values of whole blocks of 32, then for each 128 values one scale, their sum as
+// int32, and scale times sum.
+struct RotatedRow {
+    int64_t blocks, groups;
+    explicit RotatedRow(int64_t K) : blocks(ceil_div(K, BLOCK)), groups(ceil_div(K, ROTATED)) {}
+    int64_t scales() const { return BLOCK / 4 * blocks; }
+    int64_t counts() const { return scales() + groups; }
+    int64_t sums() const { return counts() + groups; }
+    int64_t words() const { return sums() + groups; }
+};
+
 // Up to so many rows, panels are read anew from the cache for each tile of rows; with more, unpacking them
 // for the blocked product is faster. Measured on 2026-11-29 on a Zen 5, one thread, [1536, 576], microseconds
 // as few / as many rows: bf16 with 32 rows 170 / 196, with 512 2735 / 2040; int4m with 32 rows 94 / 185, with
@@ -66,20 +78,33 @@ struct BytesRow {
 // / 1030; at the generic level with 8 rows 560 / 610, with 64 3570 / 2760. Where integers always win, a row's
 // result does not depend on the number of rows. Torch's product (AMX) was not measured.
 inline int64_t few_rows_limit(const PanelProduct& p) {
-    const bool quantised = p.matrix.format == Panel::quantised;
+    const bool quantised = has_codes(p.matrix);
     if (quantised && W == 4) return 8;
     return quantised && !p.brgemm && (p.vnni || p.matrix.bits < 8) ? INT64_MAX : 32;
 }
 
 inline PanelForm form_of(const PanelProduct& p) {
     const bool few = p.M <= few_rows_limit(p), pairs = p.bf16 && p.matrix.format != Panel::f32;
+    if (p.matrix.format == Panel::rotated) {
+        if (few) return PanelForm::rotated_bytes;
+        return pairs ? PanelForm::rotated_pairs_rows : PanelForm::rotated_floats_rows;
+    }
     if (!few) return pairs ? PanelForm::pairs_rows : PanelForm::floats_rows;
     if (p.matrix.format == Panel::quantised) return PanelForm::bytes;
     return pairs ? PanelForm::pairs : PanelForm::floats;
 }
 
+inline bool is_rotated(PanelForm form) {
+    return form >= PanelForm::rotated_bytes;
+}
+
+// Of many rows, and whether as pairs of bf16.
+inline bool is_pairs_rows(PanelForm form) {
+    return form == PanelForm::pairs_rows || form == PanelForm::rotated_pairs_rows;
+}
+
 inline bool is_few(PanelForm form) {
-    return form != PanelForm::pairs_rows && form != PanelForm::floats_rows;
+    return is_bytes(form) || form == PanelForm::pairs || form == PanelForm::floats;
 }
 
 // Four-byte words of one prepared row.
@@ -87,11 +112,14 @@ inline int64_t words_of(PanelForm form, int64_t K) {
     switch (form) {
         case PanelForm::bytes:
             return BytesRow(K).words();
+        case PanelForm::rotated_bytes:
+            return RotatedRow(K).words();
         case PanelForm::pairs:
             return ceil_div(K, 2);
         case PanelForm::floats:
             return round_up(K, 2);
         case PanelForm::pairs_rows:
+        case PanelForm::rotated_pairs_rows:
             return round_up(ceil_div(K, 2), 16);
         default:
             return round_up(K, 16);
@@ -184,17 +212,16 @@ struct Codes {
     }
 };
 
-// Where a group's numbers lie, for one part of the lanes.
+// Where a group's numbers lie, for one part of the lanes. The last group may have fewer blocks.
 template <int BITS, int U>
 struct Groups {
-    int64_t bytes, header, b_at, blocks;
+    int64_t bytes, header, blocks;
     float zero;
     bool minima;
 
     explicit Groups(const Matrix& m)
-        : bytes(group_bytes(m)),
+        : bytes(group_bytes(m, m.group)),
           header(m.zero < 0 ? 64 : 32),
-          b_at(2 * int64_t(m.group) * Codes<BITS, U>::first_bits),
           blocks(m.group / (4 * U)),
           zero(float(m.zero)),
           minima(m.zero < 0) {}
@@ -204,7 +231,11 @@ struct Groups {
     VF minimum(const uint8_t* group, int64_t part, VF scale) const {
         return minima ? finite_f16(load_half(group + 32 + part * 2 * W)) : scale * -zero;
     }
+    // The first and the second plane of a group, where `left` blocks are left with it.
     const uint8_t* a(const uint8_t* group, int64_t part) const { return group + header + part * 4 * W; }
+    const uint8_t* b(const uint8_t* a, int64_t left) const {
+        return a + std::min(blocks, left) * Codes<BITS, U>::a_step;
+    }
 };
 
 // Columns [column, column + W) of rows [row, row + rows): from sums over k to y, through the activation `of`.
@@ -213,7 +244,7 @@ template <class Lanes, class F>
 inline void finish_rows(const PanelProduct& p, int64_t column, int64_t row, int64_t rows, const float* sums,
                         const float* ups, int64_t stride, Lanes lanes, const F& of) {
     auto bias_of = [&](const Matrix& m) { return m.bias ? get(m.bias + column, lanes) : VF{}; };
-    auto unit_of = [](const Matrix& m) { return m.format == Panel::quantised ? m.unit : 1.0f; };
+    auto unit_of = [](const Matrix& m) { return has_codes(m) ? m.unit : 1.0f; };
     const VF bias = bias_of(p.matrix), up_bias = ups ? bias_of(*p.up) : VF{};
     const float unit = unit_of(p.matrix), up_unit = ups ? unit_of(*p.up) : 1.0f;
     float* y = p.y + row * p.y_row + column;
@@ -255,9 +286,10 @@ using FewSumsOf = void (*)(const Matrix&, int64_t panel, int64_t part, const uin
 FewSumsOf bytes_sums(const Matrix& m, int64_t width, bool vnni, bool fetch);
 FewSumsOf dense_sums(const Matrix& m, int64_t width, bool bf16);
 
-// K values of one row, words `width` apart; TILE rows, x_row floats apart.
-void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width);
-void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to);
+// K values of one row, words `width` apart; TILE rows, x_row floats apart. As BytesRow, or rotated, as
+// RotatedRow.
+void quantise_row(const float* x, int64_t K, uint32_t* to, int64_t width, bool rotated);
+void quantise_tile(const float* x, int64_t x_row, int64_t K, uint32_t* to, bool rotated);
 
 void many_rows(const PanelProduct& p, int64_t first_panel, int64_t panels, void* scratch);
 int64_t many_rows_scratch(const PanelProduct& p);

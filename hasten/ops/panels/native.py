@@ -39,13 +39,14 @@ def linear(
     """scale * (kind(x W^T + b) * (x Up^T + b_up)) + residual, in fp32; without `up` there is no factor.
 
     Quantised panels: x is rounded to int8 with one scale for each 32 values, so that the result is off by at
-    most sum |w| * scale / 2. bf16 panels, and quantised ones where many rows are multiplied otherwise
-    (`few_rows_limit` in layout.h): x, and codes times scales, are rounded to bf16 where the processor
-    multiplies pairs of bf16. float32 panels: nothing is rounded.
+    most sum |w| * scale / 2. Rotated ones likewise, of x and w rotated, with one scale for each 128. bf16
+    panels, and those with codes where many rows are multiplied otherwise (`few_rows_limit` in layout.h): x,
+    and codes times scales, are rounded to bf16 where the processor multiplies pairs of bf16. float32 panels:
+    nothing is rounded.
 
     Args:
         x: [..., K].
-        panels, up: matrices [N, K], both dense of one format or both quantised.
+        panels, up: matrices [N, K], both dense of one format, both quantised or both rotated.
         bias_N, up_bias_N: [N].
         kind: an activation of `hasten.ops.activation`.
         residual: [..., N].
@@ -62,7 +63,7 @@ def linear(
         raise ShapeError(f"up is [{up.N}, {up.K}], the matrix is [{panels.N}, {panels.K}]")
     if up is not None and up.format.kind != panels.format.kind:
         raise ShapeError(
-            f"up is {up.format}, the matrix {panels.format}: both dense alike, or both quantised"
+            f"up is {up.format}, the matrix {panels.format}: both dense alike, quantised, or rotated"
         )
     if native.refusal(x, bias_N, up_bias_N, residual):
         y = reference_linear(x, panels, bias_N)

@@ -3,6 +3,7 @@
     value = unit * (scale * q + minimum)          minimum = -zero * scale in symmetric formats
 
 q is an unsigned code, scale and minimum are fp16 numbers of the group, unit is one fp32 number of the matrix.
+In rotated formats these are the values of W T / 128 (`rotation.py`).
 The native products of this folder are checked against `unpack`.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from hasten.base.errors import ShapeError
 from hasten.ops.panels.formats import BFLOAT16, LANES, PLANES, Format
 from hasten.ops.panels.matrix import Panels
+from hasten.ops.panels.rotation import rotate
 
 # Panels handled at a time hold about this many weights, so that temporaries stay in the caches.
 _CHUNK = 1 << 20
@@ -67,7 +69,7 @@ def pack_codes(
     """
     _check_matrix(codes_NK)
     N, K = codes_NK.shape
-    groups, group = format.groups(K), format.group
+    groups = format.groups(K)
     if format.dense or codes_NK.dtype != torch.uint8 or (minima_NG is not None) != format.minima:
         raise ShapeError(
             f"{format} cannot be packed from {codes_NK.dtype} codes "
@@ -86,15 +88,20 @@ def pack_codes(
     packed = Panels(data.numpy(), format, N, K, float(unit))
     for begin, end in _chunks(N, K):
         rows, count = slice(begin * LANES, end * LANES), end - begin
-        codes = _padded(codes_NK[rows], count, groups * group, torch.uint8).view(count, LANES, groups, group)
-        parts = [_halves(scales_NG[rows], count)]
-        if minima_NG is not None:
-            parts.append(_halves(minima_NG[rows], count))
-        low = 0
-        for width in PLANES[format.bits]:
-            parts.append(_plane(codes, low, width))
-            low += width
-        data[begin:end] = torch.cat(parts, dim=2).view(count, -1)
+        parts, column, first = [], 0, 0
+        for number, size in format.runs(K):
+            these, columns = slice(first, first + number), slice(column, column + number * size)
+            codes = _padded(codes_NK[rows, columns], count, number * size, torch.uint8)
+            fields = [_halves(scales_NG[rows, these], count)]
+            if minima_NG is not None:
+                fields.append(_halves(minima_NG[rows, these], count))
+            low = 0
+            for width in PLANES[format.bits]:
+                fields.append(_plane(codes.view(count, LANES, number, size), low, width))
+                low += width
+            parts.append(torch.cat(fields, dim=2).view(count, -1))
+            first, column = these.stop, columns.stop
+        data[begin:end] = torch.cat(parts, dim=1)
     return packed
 
 
@@ -109,6 +116,7 @@ def unpack(panels: Panels, begin: int = 0, end: int | None = None) -> Tensor:
         first, last = first + begin // LANES, last + begin // LANES
         data = torch.from_numpy(panels.data[first:last])
         rows_NK = (_dense_rows(data, format) if format.dense else _quantised_rows(data, panels))[:, :K]
+        rows_NK = rotate(rows_NK) if format.rotated else rows_NK
         low, high = max(begin, first * LANES), min(end, last * LANES)
         if high > low:
             out_NK[low - begin : high - begin] = rows_NK[low - first * LANES : high - first * LANES]
@@ -173,26 +181,29 @@ def _dense_rows(data: Tensor, format: Format) -> Tensor:
 
 def _quantised_rows(data: Tensor, panels: Panels) -> Tensor:
     """fp32 rows [panels * 16, K padded]."""
-    format, count = panels.format, data.shape[0]
-    stream = data.view(count, -1, format.group_bytes)
-    groups, at = stream.shape[1], 2 * LANES
-    scales = _numbers(stream[..., :at])
-    if format.minima:
-        minima, at = _numbers(stream[..., at : 2 * at]), 2 * at
-    else:
-        minima = scales * -float(format.zero or 0)
-    codes = torch.zeros(count, LANES, groups, format.group, dtype=torch.uint8)
-    low = 0
-    for width in PLANES[format.bits]:
-        size = 2 * width * format.group
-        per_byte = 8 // width
-        plane = stream[..., at : at + size].reshape(count, groups, -1, LANES, _QUAD).permute(0, 3, 1, 2, 4)
-        parts = codes.view(count, LANES, groups, -1, per_byte, _QUAD)
-        for place in range(per_byte):
-            parts[..., place, :] |= ((plane >> (width * place)) & ((1 << width) - 1)) << low
-        at, low = at + size, low + width
-    values = torch.addcmul(minima.unsqueeze(-1), codes.float(), scales.unsqueeze(-1))
-    return values.mul_(panels.unit).view(count * LANES, -1)
+    format, count, parts, begin = panels.format, data.shape[0], [], 0
+    for groups, size in format.runs(panels.K):
+        end = begin + groups * format.bytes_of(size)
+        stream, begin = data[:, begin:end].reshape(count, groups, -1), end
+        at = 2 * LANES
+        scales = _numbers(stream[..., :at])
+        if format.minima:
+            minima, at = _numbers(stream[..., at : 2 * at]), 2 * at
+        else:
+            minima = scales * -float(format.zero or 0)
+        codes = torch.zeros(count, LANES, groups, size, dtype=torch.uint8)
+        low = 0
+        for width in PLANES[format.bits]:
+            length, per_byte = 2 * width * size, 8 // width
+            plane = stream[..., at : at + length].reshape(count, groups, -1, LANES, _QUAD)
+            fields = codes.view(count, LANES, groups, -1, per_byte, _QUAD)
+            for place in range(per_byte):
+                bits = (plane.permute(0, 3, 1, 2, 4) >> (width * place)) & ((1 << width) - 1)
+                fields[..., place, :] |= bits << low
+            at, low = at + length, low + width
+        values = torch.addcmul(minima.unsqueeze(-1), codes.float(), scales.unsqueeze(-1))
+        parts.append(values.mul_(panels.unit).view(count * LANES, -1))
+    return torch.cat(parts, dim=1) if parts else torch.empty(count * LANES, 0)
 
 
 def _numbers(halves: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ bool own_rows(const Program& p, const Step& s) {
     for (int64_t i = 0; i < p.count; i++) {
         const Instruction& in = p.instructions[i];
         if (in.op != Op::linear || in.selected) continue;
-        if (p.kernels->panel_form(product(p, s, in)) != PanelForm::bytes) return false;
+        if (!is_bytes(p.kernels->panel_form(product(p, s, in)))) return false;
     }
     return true;
 }
