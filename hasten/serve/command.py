@@ -66,8 +66,8 @@ WEIGHTS = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="auto, stored, int4, int8, bfloat16, float32, bits a weight, or a format of all matrices (int4r); "
-        "int4:200 learns for 200 steps.",
+        help="auto, stored, int4, int8, bfloat16, float32, bits a weight, or a format of all matrices "
+        "(int4r); int4:200 learns for 200 steps.",
     ),
 ]
 CACHE = Annotated[str, typer.Option("--cache", help="Keys and values: bfloat16, int8 or float32.")]

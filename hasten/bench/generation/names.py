@@ -39,6 +39,9 @@ CONTENDERS: dict[str, Kind] = {
     ),
     "hasten-cache8": Kind("hasten, with keys and values in 8 bits", "hasten", "stored", cache="int8"),
     "hasten-int4": Kind("hasten, 4.0 bits a weight that learnt from the original", "hasten", "int4:200"),
+    "hasten-int4-cache8": Kind(
+        "hasten-int4, with keys and values in 8 bits", "hasten", "int4:200", cache="int8"
+    ),
     "hasten-draft": Kind("hasten, guessing tokens from the prompt", "hasten", "stored", draft_tokens=8),
 }
 

@@ -2,8 +2,8 @@
 
 A matrix [N, K] lies in panels of 16 rows, one stream of bytes for each panel (docs/design/003-serving.md).
 Names: `float32`, `bfloat16`, and `intB[gG][m][r]` for B bits in groups of G (32 unless given) with one scale
-a group and, with `m`, one minimum a group; without it zero is the middle code, 2^(B-1). With `r` the matrix is
-rotated before it is rounded, in groups of 128 (`rotation.py`).
+a group and, with `m`, one minimum a group; without it zero is the middle code, 2^(B-1). With `r` the matrix
+is rotated before it is rounded, in groups of 128 (`rotation.py`).
 """
 
 from __future__ import annotations
