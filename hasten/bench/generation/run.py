@@ -29,8 +29,8 @@ from hasten.train.stop import Interrupted
 
 MEASURE = "hasten.bench.generation.measure"
 PROBE_NEW_TOKENS = 8
-JUDGED = 3
-"""Answers of a contender that the judge reads: the cold one, a warm one and the last."""
+JUDGED = 16
+"""Most answers of a contender that the judge reads: of few-bit weights one answer costs fifty times another."""
 _WITHOUT_BF16 = {"bfloat16": "float32"}
 
 
@@ -245,9 +245,10 @@ def _run(contest: _Contest, name: str, title: str) -> Round:
 
 
 def _judge(contest: _Contest, turns: Turns[Round], screen: Screen) -> dict[str, list[judge.Scored]]:
-    """Scored answers by contender, all of the first round: the cold one, the last warm one, the last."""
+    """Scored answers by contender, all of the first round, the cold one first; spread over those there are."""
     prompts = contest.singles + [prompt for group in contest.groups for prompt in group]
-    which = sorted({0, len(contest.singles) - 1, len(prompts) - 1})[:JUDGED]
+    most = min(JUDGED, len(prompts))
+    which = sorted({round(i * (len(prompts) - 1) / max(1, most - 1)) for i in range(most)})
     pairs = [(name, at) for name in turns.outcomes for at in which]
     sequences = [judge.Sequence(prompts[at], turns.outcomes[name][0].tokens[at]) for name, at in pairs]
     try:
