@@ -30,7 +30,7 @@ from hasten.train.stop import Interrupted
 MEASURE = "hasten.bench.generation.measure"
 PROBE_NEW_TOKENS = 8
 JUDGED = 16
-"""Most answers of a contender that the judge reads: of few-bit weights one answer costs fifty times another."""
+"""Most answers of a contender that the judge reads: in few bits one is fifty times as far off as another."""
 _WITHOUT_BF16 = {"bfloat16": "float32"}
 
 
@@ -245,7 +245,7 @@ def _run(contest: _Contest, name: str, title: str) -> Round:
 
 
 def _judge(contest: _Contest, turns: Turns[Round], screen: Screen) -> dict[str, list[judge.Scored]]:
-    """Scored answers by contender, all of the first round, the cold one first; spread over those there are."""
+    """Scored answers by contender, all of the first round and spread over it, the cold one first."""
     prompts = contest.singles + [prompt for group in contest.groups for prompt in group]
     most = min(JUDGED, len(prompts))
     which = sorted({round(i * (len(prompts) - 1) / max(1, most - 1)) for i in range(most)})
