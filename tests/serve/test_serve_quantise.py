@@ -19,7 +19,14 @@ from hasten.ops.panels.rotation import rotate, rotated_moments, rotated_weights
 from hasten.serve.calibrate import Calibration, Matrix, calibrate, matrices_of
 from hasten.serve.plan import LADDER, allocate, plan_bits
 from hasten.serve.program import Weight
-from hasten.serve.quantise import output_errors, quantise, round_to_nearest, search
+from hasten.serve.quantise import (
+    output_errors,
+    quantise,
+    round_to_nearest,
+    rounding_costs,
+    rounding_errors,
+    search,
+)
 from hasten.serve.weights import ModelSource
 
 FORMATS = [
@@ -98,6 +105,24 @@ def test_moments_of_rotated_inputs_are_those_of_the_rotation() -> None:
     # Of mean squares alone: where inputs have nothing to do with one another.
     squares = torch.linspace(0.1, 3, 203, dtype=torch.float64)
     torch.testing.assert_close(rotated_moments(squares), rotated_moments(squares.diag()).diagonal())
+
+
+@pytest.mark.parametrize("name", ["int3g64", "int4m", "int3r", "int4r", "int6mr"])
+def test_errors_are_expected_as_they_will_be(name: str) -> None:
+    format, dense = named(name), matrix(64, 203)
+    generator = torch.Generator().manual_seed(1)
+    x_TK = torch.randn(900, 203, generator=generator) @ torch.randn(203, 203, generator=generator)
+    x_TK[:, 7] += 20 * x_TK[:, 30]  # inputs that hang together, one of them large
+    moments = x_TK.t() @ x_TK / 900
+    found = output_errors(dense, search(dense, format, moments).dense(), moments).sum()
+    expected = rounding_errors(dense, format, rounding_costs(moments, format.rotated)).sum()
+    assert 0.6 * found < expected < 1.5 * found
+    # Where later columns are not there to make up for an error, it is what mean squares say.
+    squares = moments.diagonal()
+    alone = output_errors(dense, search(dense, format, squares).dense(), squares).sum()
+    if not format.rotated:
+        torch.testing.assert_close(rounding_errors(dense, format, squares).sum(), alone)
+    assert rounding_costs(None, format.rotated) is None
 
 
 def test_an_outlier_is_spread_by_rotation() -> None:
