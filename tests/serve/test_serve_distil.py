@@ -142,7 +142,8 @@ def test_the_start_is_what_rounding_chose_and_near_the_model(form: str) -> None:
         dense = same.dense().t() if m.transposed else same.dense()
         torch.testing.assert_close(learner.weight(torch.float32), dense, rtol=1e-6, atol=1e-7)
         # As near to the original as the code allows: the same code, and nearer than half a step.
-        apart = (learner.codes.detach() - start[m.name].codes.view_as(learner.codes)).abs()
+        codes = start[m.name].codes
+        apart = (learner.codes.detach().flatten(1)[:, : codes.shape[1]] - codes).abs()
         assert float(apart.max()) <= 0.4501
         assert float(apart.mean()) > 0.1
 
@@ -159,7 +160,9 @@ def test_what_is_judged_is_what_is_stored(form: str) -> None:
         stored = learner.quantised()
         learner.store()
         assert torch.equal(learner.quantised().scales, stored.scales)
-        torch.testing.assert_close(learner.weight(torch.float32), stored.dense(), rtol=1e-6, atol=1e-9)
+        # A rotation's sums of small and large weights round as the largest do.
+        exact = 1e-6 * float(stored.dense().abs().max()) if start[m.name].format.rotated else 1e-9
+        torch.testing.assert_close(learner.weight(torch.float32), stored.dense(), rtol=1e-6, atol=exact)
 
 
 def test_rates_climb_and_fall() -> None:
