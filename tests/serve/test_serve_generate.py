@@ -143,7 +143,7 @@ def test_weights_that_learnt_are_kept(small_model_folder: Path, cache: Path) -> 
     ("arguments", "said"),
     [
         (["MODEL", ""], "the prompt is empty"),
-        (["MODEL", "x", "--weights", "int5"], "int4"),
+        (["MODEL", "x", "--weights", "int7"], "int4"),
         (["MODEL", "x", "--weights", "int4:many"], "whole number from 1"),
         (["MODEL", "x", "--weights", "0.5"], "this model takes at least"),
         (["MODEL", "x", "--context", "100000"], "positions for"),
