@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hasten.base.errors import InputError, ShapeError
 from hasten.ops.panels import Format, Panels
+from hasten.ops.panels.formats import ROTATED_GROUP
 from hasten.ops.panels.reference import pack, pack_codes
 from hasten.ops.panels.rotation import rotate, rotated_moments, rotated_weights
 
@@ -166,8 +167,12 @@ def rounding_costs(moments: Tensor | None, rotated: bool) -> Tensor | None:
 
 def rounding_errors(matrix_NK: Tensor, format: Format, costs: Tensor | None) -> Tensor:
     """The error of each row [N] that is expected of `search` with the moments behind `rounding_costs`."""
-    seen = rotated_weights(matrix_NK.float()) if format.rotated else matrix_NK.float()
-    return output_errors(seen, search(seen, _of_rotated(format), costs).dense(), costs)
+    if not format.rotated:
+        return output_errors(matrix_NK, search(matrix_NK, format, costs).dense(), costs)
+    seen = rotated_weights(matrix_NK.float())
+    errors = output_errors(seen, search(seen, _of_rotated(format), costs).dense(), costs)
+    # Inputs of which nothing is known are of one size: rotated ones of 128 times that, squared.
+    return errors * ROTATED_GROUP if costs is None else errors
 
 
 def _checked(matrix_NK: Tensor, moments: Tensor | None) -> tuple[int, int]:

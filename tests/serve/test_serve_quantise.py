@@ -123,6 +123,8 @@ def test_errors_are_expected_as_they_will_be(name: str) -> None:
     if not format.rotated:
         torch.testing.assert_close(rounding_errors(dense, format, squares).sum(), alone)
     assert rounding_costs(None, format.rotated) is None
+    plain = output_errors(dense, search(dense, format).dense(), None)
+    torch.testing.assert_close(rounding_errors(dense, format, None), plain, rtol=1e-3, atol=0)
 
 
 def test_an_outlier_is_spread_by_rotation() -> None:
