@@ -98,7 +98,8 @@ def search(matrix_NK: Tensor, format: Format, moments: Tensor | None = None) -> 
     N, K = _checked(matrix_NK, moments)
     if format.rotated:
         seen = None if moments is None else rotated_moments(moments.float())
-        return _rotated(search(rotated_weights(matrix_NK.float()), _of_rotated(format), seen), format)
+        found = search(rotated_weights(matrix_NK.float()), _of_rotated(format), seen)
+        return replace(found, format=format)
     full = moments.float() if moments is not None and moments.dim() == 2 else None
     weights_GK = _weights(moments if full is None else full.diagonal(), K, format)
     unit = _unit(matrix_NK)
@@ -121,7 +122,8 @@ def round_to_nearest(matrix_NK: Tensor, format: Format) -> Quantised:
     """The plain way: the whole range of each group, rounded to nearest. What `search` is never worse than."""
     N, K = _checked(matrix_NK, None)
     if format.rotated:
-        return _rotated(round_to_nearest(rotated_weights(matrix_NK.float()), _of_rotated(format)), format)
+        found = round_to_nearest(rotated_weights(matrix_NK.float()), _of_rotated(format))
+        return replace(found, format=format)
     unit, parts = _unit(matrix_NK), []
     for rows in _row_chunks(matrix_NK, _CHUNK):
         grouped = _grouped(rows.float(), format)
@@ -133,10 +135,6 @@ def round_to_nearest(matrix_NK: Tensor, format: Format) -> Quantised:
 def _of_rotated(format: Format) -> Format:
     """How the rotated matrix itself is rounded."""
     return replace(format, kind="quantised")
-
-
-def _rotated(found: Quantised, format: Format) -> Quantised:
-    return replace(found, format=format)
 
 
 def output_errors(matrix_NK: Tensor, other_NK: Tensor, moments: Tensor | None) -> Tensor:
