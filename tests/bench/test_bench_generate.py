@@ -326,6 +326,7 @@ def test_the_command_from_end_to_end(tmp_path: Path, fast_limits: None):
     )
     agreement = {entry.contender: entry for entry in result.agreement}
     assert agreement["eager-fp32"].agree
+    assert agreement["eager-fp32"].judged_tokens == 5 * 8  # every answer is read
     assert agreement["eager-fp32"].regret_mean < 1e-5
     assert agreement["eager-fp32"].logprob_difference_mean < 1e-5
     assert result.agree is agreement["eager-bf16"].agree

@@ -261,7 +261,7 @@ def suite(smallest: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
     """Named checks: formats of matrices and of the cache, prompts in one piece and in several."""
     # 150 rows are enough for a thread to take rows of its own.
     pieces = ((1,) * 5 + (70, 1, 1), (77,), (33, 31, 13), (9, 1, 8, 59), (150, 1))
-    formats = (FLOAT32, BFLOAT16, quantised(8), named("int8g64"))
+    formats = (FLOAT32, BFLOAT16, quantised(8), named("int8g64"), named("int8r"))
     for seed in range(1 if smallest else 6):
         for i, cut in enumerate(pieces[:1] if smallest else pieces):
             form = formats[(seed + i) % len(formats)]

@@ -223,7 +223,7 @@ assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("form", ["int4m", "int5", "int8", "int6g16"])
+@pytest.mark.parametrize("form", ["int4m", "int5", "int8", "int6g16", "int4r"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bloom", "phi3", "gemma2"])
 def test_rows_of_each_threads_own_are_the_rows_of_a_shared_step(family: str, form: str, threads: int):
     """To the bit: two prompts in one step, of so many rows that threads take their own, and in small pieces.
